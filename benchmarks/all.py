@@ -9,20 +9,19 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks import all_report
+from benchmarks import all_report, command
 from benchmarks.all_report import GPU_SUITE, plot_path
 from benchmarks.commands import ROOT, run_command
 from benchmarks.jobs import LEFT, RESULT_PATH, Job, Results, run_jobs
 from benchmarks.sources import PACKAGE
 from superoffload.errors import ArgumentError
-from superoffload.tools.cli import measurement
-from superoffload.tools.cli.bench import BENCHMARKS, INSTALLED, parser_of_checkout
 from superoffload.tools.report.plots import matplotlib_installed
 
-_NEEDS_PACKAGE = {"deepspeed": "deepspeed"}
+BENCHMARKS = ("adam", "journal", "link", "memory", "ranks", "schedule", "state", "tensors", "zero3")
+_NEEDS_PACKAGE = {"zero3": "deepspeed"}
 # Small sizes for benchmarks without --quick.
 _QUICK = {
-    "deepspeed": "--ranks 1 --width 64 --layers 1 --tokens 16 --rounds 1 --steps 1 --clip off",
+    "zero3": "--ranks 1 --width 64 --layers 1 --tokens 16 --rounds 1 --steps 1 --clip off",
     "journal": "--steps 20 --factors 1 10",
     "memory": "--numel 1e8 --steps 20",
     "ranks": "--hidden 64 --layers 1 --rows 2 --rounds 1 --steps 1",
@@ -66,7 +65,7 @@ def _run(args: argparse.Namespace) -> int:
     results = Results(folder, "all.json")
     jobs = all_jobs(names, folder, quick=args.quick, cuda=torch.cuda.is_available())
     limit = float("inf") if args.time_limit is None else args.time_limit
-    left = [job.key for job in run_jobs(jobs, results, limit, measurement.progress(args), retry=args.retry)]
+    left = [job.key for job in run_jobs(jobs, results, limit, command.progress(args), retry=args.retry)]
     report = results.merge(jobs, {"command": args.command_line, "quick": args.quick, "left": left})
     print(all_report.summary(report["rows"]))
     if args.quick:
@@ -79,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _names(only: list[str] | None) -> list[str]:
-    known = [*(name for name in BENCHMARKS if name != "all"), GPU_SUITE]
+    known = [*BENCHMARKS, GPU_SUITE]
     unknown = [name for name in only or () if name not in known]
     if unknown:
         raise ArgumentError(f"only={unknown[0]}: expected some of {', '.join(known)}")
@@ -90,7 +89,7 @@ def _names(only: list[str] | None) -> list[str]:
 
 
 def all_jobs(names: Sequence[str], folder: Path, *, quick: bool, cuda: bool) -> list[Job]:
-    """Returns the jobs for ``names``: those of ``superoffload bench``, and GPU_SUITE."""
+    """Returns the jobs for ``names``: BENCHMARKS, and GPU_SUITE."""
     (folder / "plots").mkdir(parents=True, exist_ok=True)
     return [
         _gpu_suite(folder, quick=quick, cuda=cuda) if name == GPU_SUITE else _job(name, folder, quick=quick)
@@ -106,26 +105,22 @@ def _job(name: str, folder: Path, *, quick: bool) -> Job:
     if "--quiet" in known:
         options.append("--quiet")
     plot = ["--plot", str(plot_path(folder, name))] if "--plot" in known and matplotlib_installed() else []
-    command = [sys.executable, "-m", "superoffload", "bench", name, *options, *plot, "--json", RESULT_PATH]
+    started = [sys.executable, "-m", f"benchmarks.{name}", *options, *plot, "--json", RESULT_PATH]
     return Job(
         name,
-        command,
+        started,
         {"bench": name, "options": options},
         _SECONDS_QUICK if quick else _SECONDS,
+        {"PYTHONPATH": str(ROOT)},
         absent=_absent(name),
         keeps_output=True,
-        sources=PACKAGE if name in INSTALLED else (*PACKAGE, "benchmarks"),
+        sources=(*PACKAGE, "benchmarks"),
     )
 
 
 def options_of(name: str) -> frozenset[str]:
-    """Returns the options of `superoffload bench NAME`."""
-    if name in INSTALLED:
-        added = import_module(f"superoffload.tools.cli.bench_{name}").add_parser(
-            argparse.ArgumentParser().add_subparsers()
-        )
-    else:
-        added = parser_of_checkout(name)
+    """Returns the options of `python -m benchmarks.NAME`."""
+    added = import_module(f"benchmarks.{name}.__main__").make_parser()
     return frozenset(option for action in added._actions for option in action.option_strings)
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.rows_file import write_rows
+from benchmarks.timing import Contestant, Rounds, interleave, timed
 from superoffload.integrations import megatron as adapter
-from superoffload.tools.bench.timing import Contestant, Rounds, interleave, timed
 from tests.support.hybrid_device import hybrid, megatron, parameters, set_gradients, without_streams
 
 OURS, FUSED, PLAIN = "CPUAdamW", "torch fused", "torch"

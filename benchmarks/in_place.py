@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.rows_file import write_rows
+from benchmarks.timing import Contestant, Rounds, interleave, timed
 from superoffload import AdamW
-from superoffload.tools.bench.timing import Contestant, Rounds, interleave, timed
 
 IN_PLACE, COPIED, TORCH = "in place", "copied", "torch fused"
 _NORM = 1.0  # of gradients that hardly ever clip

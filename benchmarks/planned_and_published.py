@@ -146,3 +146,7 @@ def comparison() -> str:
     ):
         parts += [f"### {title}", "", *lines, ""]
     return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(comparison())

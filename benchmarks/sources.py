@@ -16,7 +16,7 @@ _APART = (  # in no result
     "superoffload/tools/doctor/",
     "superoffload/tools/report/",
 )
-_COUNTS = "superoffload/tools/doctor/memory_limit.py"  # counts nevertheless: bench adam measures with it
+_COUNTS = "superoffload/tools/doctor/memory_limit.py"  # counts nevertheless: benchmarks.adam measures with it
 _DIGITS = 16
 
 

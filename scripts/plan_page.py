@@ -1,4 +1,4 @@
-"""Puts the output of `superoffload plan --check-published`, and its plots, into docs/plan.md."""
+"""Puts the output of `python -m benchmarks.planned_and_published`, and its plots, into docs/plan.md."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import re
 import tempfile
 from pathlib import Path
 
+from benchmarks.planned_and_published import comparison
 from superoffload.tools.cli import main
-from superoffload.tools.cli.checkout import of_checkout
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def refresh() -> None:
     page = DOCS / "plan.md"
-    comparison = of_checkout("planned_and_published", "this page", "python scripts/plan_page.py").comparison()
-    marked = f"<!-- published -->\n{comparison}\n<!-- /published -->"
+    marked = f"<!-- published -->\n{comparison()}\n<!-- /published -->"
     text = re.sub(r"<!-- published -->.*<!-- /published -->", lambda _: marked, page.read_text(), flags=re.DOTALL)
     page.write_text(text)
     with tempfile.TemporaryDirectory() as folder:
@@ -24,5 +23,5 @@ def refresh() -> None:
             (DOCS / f"images/plan_{name}.png").write_bytes((Path(folder) / f"{name}.png").read_bytes())
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # python -m scripts.plan_page
     refresh()

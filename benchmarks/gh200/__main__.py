@@ -90,10 +90,10 @@ def _measure(args: argparse.Namespace, folder: Path, log: Path, began: float) ->
 
 
 def all_jobs(args: argparse.Namespace, folder: Path, gpus: int) -> list[Any]:
+    from benchmarks.all import BENCHMARKS
     from benchmarks.all import all_jobs as benchmarks
     from benchmarks.gpu_suite.rows import smoke_jobs
     from superoffload.host.environment import DEVICE_TIMEOUT
-    from superoffload.tools.cli.bench import BENCHMARKS
 
     parts = args.only or PARTS
     smoke = list(smoke_jobs(args.device, sanitized=not args.without_sanitizer))

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.adam.kernels import AdamBenchmark, run_adam
 from benchmarks.gpu_suite.devices import Device, open_device
 from benchmarks.gpu_suite.pack_kernel import DriverKernels, PackKernel
+from benchmarks.timing import Contestant, Rounds, interleave
 from superoffload import kernels
 from superoffload.errors import SuperOffloadError
 from superoffload.host.processors import worker_cpus
-from superoffload.tools.bench.adam import AdamBenchmark, run_adam
-from superoffload.tools.bench.timing import Contestant, Rounds, interleave
 
 _ROUNDS = Rounds(5, 50, 3.0)
 
@@ -137,7 +137,7 @@ def _cpu_pack(gradient: Tensor, packed: Tensor) -> Callable[[], None]:
 
 
 def measure_adam(numel: int, seconds: float, with_deepspeed: bool, threads: list[int] | None = None) -> dict[str, Any]:
-    """Runs `superoffload bench adam` with the best instruction set and the optimizer's number of threads.
+    """Runs `python -m benchmarks.adam` with the best instruction set and the optimizer's number of threads.
 
     ``threads``: these numbers instead, as far as there are processors.
     """

@@ -1,7 +1,7 @@
 // Measures the machine's own limit: how fast threads can walk over a set of arrays with nothing but loads and stores.
 //
 // A kernel that reads and writes so many bytes per element cannot be faster than the best of these walks over the same
-// arrays, so `superoffload bench` and `doctor` measure them in the same run.
+// arrays, so `benchmarks.adam` and `superoffload doctor` measure them in the same run.
 #pragma once
 
 #include <cstddef>

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from superoffload import kernels
-from superoffload.tools.bench.accuracy import (
+from benchmarks.adam.accuracy import (
     PARTS,
     STEPS,
     ErrorFigures,
@@ -20,6 +19,7 @@ from superoffload.tools.bench.accuracy import (
     training_like_inputs,
     units,
 )
+from superoffload import kernels
 
 NUMEL = 1 << 18
 

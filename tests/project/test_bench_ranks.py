@@ -1,4 +1,4 @@
-"""`superoffload bench ranks --on-paper` and `--meshes`: what they count, and what they refuse. No time is asserted."""
+"""`python -m benchmarks.ranks --on-paper` and `--meshes`: what they count and refuse. No time is asserted."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from benchmarks.ranks_on_paper import Layout, held_by, messages_of, session_of
+from benchmarks.ranks.on_paper import Layout, held_by, messages_of, session_of
 from superoffload.distributed.boxes import Box
 from superoffload.distributed.placements import box_at
-from superoffload.tools.cli import main
+from tests.support.benchmarks import bench as start
 
 
 def test_every_parameter_is_covered_once_on_every_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The real session raises otherwise."""
-    assert main(["bench", "ranks", "--on-paper", "64", "--json", str(tmp_path / "out.json")]) == 0
+    assert start("ranks", "--on-paper", "64", "--json", str(tmp_path / "out.json")) == 0
     rows = {row["name"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
     assert set(rows) == {"FSDP 64", "FSDP 8 x TP 8", "PP 4 x FSDP 2 x TP 8"}
     assert {row["step_bytes"] for row in rows.values()} == {128}, "whatever the mesh"
@@ -45,7 +45,7 @@ def test_boxes_of_any_rank() -> None:
 @pytest.mark.convergence
 def test_meshes_are_measured(tmp_path: Path) -> None:
     small = ["--hidden", "32", "--layers", "2", "--rows", "2", "--rounds", "1", "--steps", "1"]
-    assert main(["bench", "ranks", "--meshes", *small, "--json", str(tmp_path / "out.json")]) == 0
+    assert start("ranks", "--meshes", *small, "--json", str(tmp_path / "out.json")) == 0
     rows = {row["name"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
     assert set(rows) == {"fully_shard alone", "tensor parallelism", "pipeline stages", "experts"}
     for row in rows.values():
@@ -62,5 +62,5 @@ def test_meshes_are_measured(tmp_path: Path) -> None:
     ],
 )
 def test_refusals(options: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "ranks", *options.split()]) != 0
+    assert start("ranks", *options.split()) != 0
     assert text in capsys.readouterr().err

@@ -12,21 +12,18 @@ import pytest
 from benchmarks import all as all_benchmarks
 from benchmarks.all_report import GPU_SUITE
 from benchmarks.jobs import LEFT, RESULT_PATH, Job
-from superoffload.tools.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, build_parser, checkout, main
-from superoffload.tools.cli.bench import BENCHMARKS, INSTALLED, parser_of_checkout
+from superoffload.tools.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from tests.support.benchmarks import parser_of
 
-NAMES = [name for name in BENCHMARKS if name != "all"]
 RANKS = {"rows": [{"name": "light", "of_step": 0.005}]}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", all_benchmarks.BENCHMARKS)
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_benchmark_is_asked_for_something_it_understands(name: str, quick: bool, tmp_path: Path) -> None:
     (job,) = all_benchmarks.all_jobs([name], tmp_path, quick=quick, cuda=True)
-    assert list(job.command[:5]) == [sys.executable, "-m", "superoffload", "bench", name]
-    args = build_parser().parse_args(list(job.command[3:]))
-    if name not in INSTALLED:
-        args = parser_of_checkout(name).parse_args(args.arguments)
+    assert list(job.command[:3]) == [sys.executable, "-m", f"benchmarks.{name}"]
+    args = parser_of(name).parse_args(list(job.command[3:]))
     assert args.json == RESULT_PATH
     assert job.settings["bench"] == name
 
@@ -58,7 +55,7 @@ def test_a_line_for_every_benchmark(
 ) -> None:
     jobs = [
         small_job("ranks", RANKS),
-        small_job("deepspeed", None, absent="deepspeed is not installed"),
+        small_job("zero3", None, absent="deepspeed is not installed"),
         small_job("new", {"rows": []}),
     ]
     status, report = run_all(jobs, tmp_path, monkeypatch)
@@ -98,41 +95,3 @@ def test_bad_arguments(options: list[str], said: str, tmp_path: Path, capsys: py
     assert all_benchmarks.main(["--out", str(tmp_path / "out"), *options]) == EXIT_USAGE
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-# ---- superoffload bench all -----------------------------------------------------------------------------------------
-
-
-def test_the_command_line_hands_every_argument_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(all_benchmarks, "all_jobs", lambda *_, **__: [small_job("ranks", RANKS)])
-    command = ["bench", "all", "--out", str(tmp_path), "--quick", "--only", "ranks", "--quiet"]
-    assert main(command) == EXIT_OK
-    assert "rank_check=light: 0.50% of a step" in capsys.readouterr().out
-    assert json.loads((tmp_path / "all.json").read_text())["command"][3:] == command[2:]
-    with pytest.raises(SystemExit):
-        main(["bench", "all", "--help"])
-    assert "usage: python -m benchmarks.all" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("name", "command"),
-    [("all", "python -m benchmarks.all --out DIR"), ("schedule", "python -m superoffload bench schedule")],
-)
-def test_without_a_checkout_the_command_line_says_what_to_do(
-    name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(checkout, "_ROOT", tmp_path)
-    assert main(["bench", name, "--json", str(tmp_path / "out"), "--help"]) == EXIT_FAILED
-    error = capsys.readouterr().err
-    assert "clone the repository" in error and command in error
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_benchmark_of_the_checkout_explains_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "schedule", "--help"])
-    assert ended.value.code == EXIT_OK
-    printed = capsys.readouterr().out
-    assert "usage: superoffload bench schedule" in printed and "--trace-steps" in printed

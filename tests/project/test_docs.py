@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.all import BENCHMARKS
 from superoffload.host.environment import OF_THE_BUILD, VARIABLES
 from superoffload.tools.cli import build_parser
-from superoffload.tools.cli.bench import IN_CHECKOUT, parser_of_checkout
+from tests.support.benchmarks import parser_of
 from tests.support.checkout import ROOT
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -97,11 +98,11 @@ def test_code_of_the_page_runs(page: Path, names: dict[str, Any]) -> None:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """Every `superoffload ...` command line of the page's indented blocks."""
+    """Every command line of ours in the page's indented blocks, without `python -m`."""
     text = re.sub(r"\\\n\s*", "", page.read_text())
-    for line in re.findall(r"(?m)^ {4}(superoffload .+)$", text):
+    for line in re.findall(r"(?m)^ {4}(superoffload .+|python -m benchmarks\.\w+.*)$", text):
         for part in line.split("&&"):
-            yield shlex.split(part, comments=True)
+            yield shlex.split(part.removeprefix("python -m "), comments=True)
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
@@ -109,36 +110,35 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
     return dict(action.choices)
 
 
-def benchmark_parsers() -> dict[str, argparse.ArgumentParser]:
-    """Also of those that only a checkout has."""
-    found = subparsers(subparsers(build_parser())["bench"])
-    return {name: parser_of_checkout(name) if name in IN_CHECKOUT else parser for name, parser in found.items()}
+def known_parsers() -> dict[str, argparse.ArgumentParser]:
+    """By what begins a command: `superoffload verify`, `benchmarks.adam`."""
+    own = {f"superoffload {name}": parser for name, parser in subparsers(build_parser()).items()}
+    return own | {f"benchmarks.{name}": parser_of(name) for name in BENCHMARKS}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_of_the_page_exist(page: Path) -> None:
-    known = subparsers(build_parser())
+    known = known_parsers()
     for words in commands(page):
-        if words[1] not in known and page.name in hooks.OPTIONAL:
+        name, rest = (words[0], words[1:]) if "." in words[0] else (" ".join(words[:2]), words[2:])
+        if name not in known and (page.name in hooks.OPTIONAL or "." in name):
             continue
         try:
-            parser, rest = known[words[1]], words[2:]
-            if words[1] == "bench":
-                parser, rest = benchmark_parsers()[words[2]], words[3:]
-            parser.parse_args(rest)
+            known[name].parse_args(rest)
         except (SystemExit, KeyError):
             pytest.fail(f"{page.name}: {' '.join(words)} is not accepted")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_options_named_in_the_text_exist(page: Path) -> None:
-    known = subparsers(build_parser())
-    known |= {f"bench {name}": parser for name, parser in benchmark_parsers().items()}
-    for name, options in re.findall(r"`superoffload (bench \w+|\w+)((?: [^`\n]+)?)`", page.read_text()):
-        if name not in known and (page.name in hooks.OPTIONAL or name in ("bench", "run", "COMMAND")):
+    known = known_parsers()
+    for name, options in re.findall(
+        r"`(?:python -m )?(superoffload \w+|benchmarks\.\w+)((?: [^`\n]+)?)`", page.read_text()
+    ):
+        if name not in known and (page.name in hooks.OPTIONAL or "." in name or name.endswith(("run", "COMMAND"))):
             continue
         for option in re.findall(r"--[\w-]+", options):
-            assert option in known[name].format_help(), f"{page.name}: superoffload {name} has no {option}"
+            assert option in known[name].format_help(), f"{page.name}: {name} has no {option}"
 
 
 def anchors(page: Path) -> set[str]:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.adam.report import Target, targets
 from benchmarks.asleep import SETTINGS as SLEEPERS
 from benchmarks.asleep import name_of
-from superoffload.tools.bench.adam_report import Target, targets
 from superoffload.tools.cli import build_parser
 from tests.support.checkout import ROOT
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.journal_sizes import plot_journal
-from benchmarks.memory_use import is_off
+from benchmarks.adam.eight_bit_peers import PEERS, EightBitPeer
+from benchmarks.journal.sizes import plot_journal
+from benchmarks.memory.use import is_off
 from superoffload import kernels
-from superoffload.tools.bench.eight_bit_peers import PEERS, EightBitPeer
-from superoffload.tools.cli import EXIT_OK, EXIT_USAGE, main
+from superoffload.tools.cli import EXIT_OK, EXIT_USAGE
 from superoffload.tools.train.training_config import ModelConfig, TrainingConfig
+from tests.support.benchmarks import bench as start
 
 SMALL = ["--quiet", "--json", "out.json", "--plot", "out.png"]
 
@@ -28,15 +29,17 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """What these two say is the same of a small one."""
     model = ModelConfig(layers=2, hidden=64, mlp=160, sequence=64)
-    monkeypatch.setattr("superoffload.tools.cli.bench_state.TrainingConfig", partial(TrainingConfig, model=model))
+    config = partial(TrainingConfig, model=model)
+    for module in ("state.__main__", "demo_runs"):
+        monkeypatch.setattr(f"benchmarks.{module}.TrainingConfig", config)
 
 
 def bench(*arguments: str) -> dict[str, Any]:
-    assert main(["bench", *arguments, *SMALL]) == EXIT_OK
+    assert start(*arguments, *SMALL) == EXIT_OK
     assert Path("out.png").read_bytes().startswith(b"\x89PNG")
     report: dict[str, Any] = json.loads(Path("out.json").read_text(encoding="utf-8"))
     assert report["machine"]["kernel_isa"] == kernels.current_isa()
-    assert report["versions"]["torch"] and report["commit"] and report["command"][:2] == ["superoffload", "bench"]
+    assert report["versions"]["torch"] and report["commit"] and report["command"][:2] == ["python", "-m"]
     return report
 
 
@@ -219,13 +222,13 @@ def test_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *arguments]) == EXIT_USAGE
+    assert start(*arguments) == EXIT_USAGE
     assert said in capsys.readouterr().err
 
 
 def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """The command's own aim, 3 %, on a tenth of its parameters: enough that what else a process takes hardly counts."""
-    assert main(["bench", "memory", "--numel", "4e7", "--steps", "20", "--quiet", "--json", "out.json"]) == EXIT_OK
+    assert start("memory", "--numel", "4e7", "--steps", "20", "--quiet", "--json", "out.json") == EXIT_OK
     report = json.loads(Path("out.json").read_text(encoding="utf-8"))
     planned = {row["name"]: row["planned_bytes_per_param"] for row in report["rows"]}
     assert planned == {

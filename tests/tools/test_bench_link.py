@@ -1,4 +1,4 @@
-"""`superoffload bench link` here, and over the stand-in for the driver."""
+"""`python -m benchmarks.link`, over the stand-in for the driver."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks.all_report import headline
-from benchmarks.link import main as over_stand_in
+from benchmarks.link.steps import Rig, measure_steps
 from superoffload.errors import SuperOffloadError
-from superoffload.tools.bench.link_bandwidth import Rig, measure_steps
-from superoffload.tools.cli import EXIT_OK, EXIT_USAGE, main
+from superoffload.tools.cli import EXIT_OK, EXIT_USAGE
+from tests.support.benchmarks import bench as start
 
 SMALL = ["--quick", "--threads", "1", "3", "--json"]
 
@@ -30,20 +30,14 @@ def report_of(path: Path, printed: str) -> dict[str, Any]:
     return report
 
 
-def test_waiting_needs_no_device(
+def test_steps_over_the_stand_in(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", "link", *SMALL, str(tmp_path / "out.json")]) == EXIT_OK
+    assert start("link", *SMALL, str(tmp_path / "out.json")) == EXIT_OK
     report = report_of(tmp_path / "out.json", capsys.readouterr().out)
-    assert len(report["rows"]) == 4 and report["command"][:3] == ["superoffload", "bench", "link"]
-    shown = headline({"status": "done", "key": "link", "result": report})
-    assert "of a processor, and begins" in shown
-
-
-def test_steps_over_the_stand_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert over_stand_in([*SMALL, str(tmp_path / "out.json")]) == EXIT_OK
-    report = report_of(tmp_path / "out.json", capsys.readouterr().out)
+    assert report["command"][:3] == ["python", "-m", "benchmarks.link"]
+    assert "of a processor, and begins" in headline({"status": "done", "key": "link", "result": report})
     steps = [row for row in report["rows"] if row["name"] == "step"]
     assert [(row["tensors"], row["buckets"]) for row in steps] == [(256, 8), (1024, 8), (256, 64)]
     assert [row["calls_per_step"]["launches"] for row in steps] == [16, 16, 128], "to pack and to unpack"
@@ -64,5 +58,5 @@ def test_steps_that_were_skipped_are_no_measurement(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("option", "value"), [("--threads", "0"), ("--seconds", "0"), ("--arrivals", "-1")])
 def test_numbers_that_cannot_be(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "link", option, value]) == EXIT_USAGE
+    assert start("link", option, value) == EXIT_USAGE
     assert f"{option[2:]}=" in capsys.readouterr().err

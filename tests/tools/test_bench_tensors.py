@@ -1,4 +1,4 @@
-"""`superoffload bench tensors`: its rows, its table, its aims and its plot; what it leaves as it was."""
+"""`python -m benchmarks.tensors`: its rows, its table, its aims and its plot; what it leaves as it was."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ import pytest
 import torch
 
 from benchmarks.all_report import headline
-from superoffload import kernels
-from superoffload.errors import SuperOffloadError
-from superoffload.host.processors import allowed_cpus
-from superoffload.tools.bench.per_tensor import (
+from benchmarks.tensors.report import aims_table, plot, table
+from benchmarks.tensors.steps import (
     AUTOGRAD,
     CONTESTANTS,
     FUSED,
@@ -29,8 +27,11 @@ from superoffload.tools.bench.per_tensor import (
     rows_of,
     run_tensors,
 )
-from superoffload.tools.bench.per_tensor_report import aims_table, plot, table
-from superoffload.tools.cli import EXIT_OK, EXIT_USAGE, main
+from superoffload import kernels
+from superoffload.errors import SuperOffloadError
+from superoffload.host.processors import allowed_cpus
+from superoffload.tools.cli import EXIT_OK, EXIT_USAGE
+from tests.support.benchmarks import bench as start
 
 
 def made_up(count: int, ours: float, fused: float, per_module: float) -> list[dict[str, Any]]:
@@ -59,10 +60,10 @@ def test_every_contestant_has_a_row_for_each_number_of_tensors(
 ) -> None:
     options = ["--counts", "30", "10", "--numel", "8", "--quick", "--quiet"]
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
-    assert main(["bench", "tensors", *options, *files]) == EXIT_OK
+    assert start("tensors", *options, *files) == EXIT_OK
     report = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert report["machine"]["kernel_isa"] and report["versions"]["torch"] and report["commit"]
-    assert report["command"][:3] == ["superoffload", "bench", "tensors"] and report["limit"] is None
+    assert report["command"][:3] == ["python", "-m", "benchmarks.tensors"] and report["limit"] is None
     assert report["settings"]["cpus"] == allowed_cpus()[:1], "one processor by default"
     rows = report["rows"]
     assert [(row["tensors"], row["name"]) for row in rows] == [(n, name) for n in (10, 30) for name in CONTESTANTS]
@@ -204,5 +205,5 @@ def test_a_ratio_that_noise_has_hidden_is_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_bad_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "tensors", *arguments]) == EXIT_USAGE
+    assert start("tensors", *arguments) == EXIT_USAGE
     assert said in capsys.readouterr().err

@@ -42,7 +42,7 @@ def test_the_documentation_shows_the_comparison_as_it_is() -> None:
     shown = re.search(r"<!-- published -->\n(.*)\n<!-- /published -->", page, re.DOTALL)
     assert shown is not None
     assert shown.group(1).strip() == published.comparison().strip(), (
-        "run superoffload plan --check-published and put what it prints between the markers of docs/plan.md"
+        "run python -m benchmarks.planned_and_published and put what it prints between the markers of docs/plan.md"
     )
 
 

@@ -16,7 +16,7 @@ from superoffload import __version__
 from superoffload.errors import ArgumentError, SuperOffloadError
 from superoffload.host.untrusted import printable
 
-COMMANDS = ("train", "verify", "bench", "doctor", "plan", "report", "run")
+COMMANDS = ("train", "verify", "doctor", "plan", "report", "run")
 _RUN_FOLDER_COMMANDS = ("train", "verify")
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130

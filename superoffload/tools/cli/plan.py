@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from superoffload.errors import ArgumentError
-from superoffload.tools.cli.checkout import of_checkout
 from superoffload.tools.cli.options import add_option
 
 if TYPE_CHECKING:
@@ -75,11 +74,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     output.add_argument("--json", metavar="PATH", help="write everything to this file too")
     output.add_argument("--all", action="store_true", help="list every engine, sharding and checkpointing too")
     output.add_argument("--plots", metavar="FOLDER", help="draw throughput.png and memory.png there")
-    output.add_argument(
-        "--check-published",
-        action="store_true",
-        help="compare the planner with published measurements, as Markdown (in a checkout)",
-    )
     return parser
 
 
@@ -90,10 +84,6 @@ def run(args: argparse.Namespace) -> int:
     from superoffload.tools.plan.settings import all_choices, evaluate
     from superoffload.tools.report.run_folder import check_writable, write_json
 
-    if args.check_published:
-        command = "python -m superoffload plan --check-published"
-        print(of_checkout("planned_and_published", "plan --check-published", command).comparison())
-        return 0
     model, settings = model_from(args), settings_from(args)
     given = None if args.host_bandwidth is None else args.host_bandwidth * GB
     hardware = find_hardware(args.hardware, args.gpu, given)

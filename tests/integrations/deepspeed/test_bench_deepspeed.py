@@ -1,8 +1,7 @@
-"""`superoffload bench deepspeed`: its rows, and that both contestants train alike."""
+"""`python -m benchmarks.zero3`: its rows, and that both contestants train alike."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bench_deepspeed import add_parser, run
-from benchmarks.zero3_report import holds, line, rows_of
-from benchmarks.zero3_steps import (
+from benchmarks.zero3.__main__ import make_parser, run
+from benchmarks.zero3.report import holds, line, rows_of
+from benchmarks.zero3.steps import (
     EAGER,
     LATER,
     STOCK,
@@ -28,8 +27,7 @@ from tests.support.deepspeed.ranks import QUICK_KERNELS, Ranks
 
 
 def bench(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    args = add_parser(parser.add_subparsers()).parse_args(list(arguments))
+    args = make_parser().parse_args(list(arguments))
     args.command_line = "test"
     return run(args)
 

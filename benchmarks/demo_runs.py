@@ -1,0 +1,47 @@
+"""Trains the demo's model in benchmarks: options, text, progress and output."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import command
+from superoffload.errors import ArgumentError
+from superoffload.tools.train.training_config import TrainingConfig
+
+Measure = Callable[[TrainingConfig, Any, Callable[[str, int], None]], dict[str, Any]]
+Plot = Callable[[dict[str, Any], Path], None]
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    command.add_option(parser, "--steps", type=int, default=300, help="of every run")
+    command.add_option(parser, "--seed", type=int, default=0, help="of weights and batches")
+    parser.add_argument("--data", nargs="+", metavar="PATH", help="text (default: the Python standard library)")
+    command.add_output_options(parser)
+
+
+def measure(args: argparse.Namespace, runs: int, work: Measure, plot: Plot) -> dict[str, Any]:
+    """Runs `work` and writes the requested output; `runs` trainings of `args.steps` steps make the progress bar."""
+    check_steps(args)
+    config = TrainingConfig(steps=args.steps, seed=args.seed)
+    from superoffload.tools.report.progress import Progress
+    from superoffload.tools.train.corpus import load_corpus
+    from superoffload.tools.train.run_digests import deterministic_torch
+
+    facts = command.begin(args)
+    corpus = load_corpus(args.data, config.model.sequence)
+    facts["corpus"] = corpus.describe()
+    with (
+        deterministic_torch(None),
+        Progress(config.steps * runs, "bench", enabled=not args.quiet) as progress,
+    ):
+        report = {**facts, **work(config, corpus, lambda name, step: progress.step(f"{name}, step {step}"))}
+    command.write(args, report, lambda path: plot(report, path))
+    return report
+
+
+def check_steps(args: argparse.Namespace) -> None:
+    if args.steps < 20:
+        raise ArgumentError(f"steps={args.steps}: expected at least 20, since the first 10 do not count")

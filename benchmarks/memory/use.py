@@ -1,0 +1,118 @@
+"""Compares the resident memory of a training process with what ``stats()`` and ``superoffload plan`` say.
+
+Each setting trains in a process of its own. What the model and its gradients take is measured before the optimizer is
+made, and taken off.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from superoffload import AdamW
+from superoffload.tools.plan.memory_estimate import Settings, estimate_memory
+from superoffload.tools.plan.models import typical_shape
+
+PROMISE = 0.03  # how far stats() and plan may be off
+_WIDTH = 4096
+_STATUS = Path("/proc/self/status")
+
+Row = dict[str, Any]
+
+
+class Setting(NamedTuple):
+    """Names how masters and moments are kept."""
+
+    master_dtype: str
+    state_dtype: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.state_dtype} moments, {'split' if self.master_dtype == 'split' else 'whole'} masters"
+
+
+SETTINGS = tuple(Setting(master, state) for state in ("fp32", "bf16", "8bit") for master in ("fp32", "split"))
+
+
+class Layers(nn.Module):
+    """Holds matrices that all read the same input, so that each has gradients of an ordinary size."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        width = self.width = min(_WIDTH, int(numel**0.5))
+        count = max(1, numel // width**2)
+        self.matrices = nn.ModuleList(nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(count))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return torch.stack([matrix(values).float().square().mean() for matrix in self.matrices]).sum()
+
+
+def run_memory(numel: int, steps: int, settings: Sequence[Setting], progress: Callable[[str], None]) -> list[Row]:
+    """Returns a row per setting. ``steps``: how many are made before memory is measured."""
+    rows = []
+    for setting in settings:
+        progress(f"{setting.name}")
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=spawn) as process:
+            rows.append(process.submit(measure, numel, steps, setting).result())
+    return rows
+
+
+def measure(numel: int, steps: int, setting: Setting) -> Row:
+    """Trains ``steps`` steps in this process and returns what its memory grew by, in bytes."""
+    torch.manual_seed(0)
+    model = Layers(numel)
+    count = sum(parameter.numel() for parameter in model.parameters())
+
+    def backward(step: int) -> None:
+        batch = torch.randn(8, model.width, generator=torch.Generator().manual_seed(step))
+        model(batch.bfloat16()).backward()
+
+    def train(optimizer: AdamW, steps: int) -> None:
+        for step in range(1, steps + 1):
+            optimizer.zero_grad()
+            backward(step)
+            optimizer.step()
+        optimizer.synchronize()
+
+    options: dict[str, Any] = {"speculation": "always", "max_grad_norm": 1e30, **setting._asdict()}
+    backward(0)
+    with AdamW([nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))], **options) as small:
+        train(small, 1)  # loads all code; the gradients of the model stay
+    before = _resident("VmRSS")
+    with AdamW(model.parameters(), **options) as optimizer:
+        train(optimizer, steps)
+        resident, peak, stats = _resident("VmRSS") - before, _resident("VmHWM") - before, optimizer.stats()
+    shape = typical_shape(count)
+    planned = estimate_memory(shape, Settings(**setting._asdict())).host_peak / shape.parameters
+    return {
+        "name": setting.name,
+        "numel": count,
+        "steps": steps,
+        "resident_bytes_per_param": resident / count,
+        "stats_bytes_per_param": stats["host_bytes"] / count,
+        "of_stats": resident / stats["host_bytes"],
+        "peak_bytes_per_param": peak / count,
+        "planned_bytes_per_param": planned,
+        "of_planned": peak / count / planned,
+        "journal_reserved_bytes_per_param": stats["journal_reserved_bytes"] / count,
+    }
+
+
+def is_off(row: Row) -> bool:
+    """Returns whether ``stats()`` is further from the resident memory, or the plan below the peak, than promised."""
+    return bool(abs(row["of_stats"] - 1) > PROMISE or abs(row["of_planned"] - 1) > PROMISE)
+
+
+def _resident(field: str) -> int:
+    """Returns this process's resident memory in bytes: now (VmRSS), or at its peak (VmHWM)."""
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) << 10
+    raise OSError(f"{_STATUS} has no {field}")

@@ -1,1 +1,0 @@
-"""Measures a user's machine for `superoffload bench`; benchmarks/ of a checkout has the rest."""
