@@ -15,7 +15,7 @@ from benchmarks.commands import ROOT, run_command
 from benchmarks.jobs import LEFT, RESULT_PATH, Job, Results, run_jobs
 from benchmarks.sources import PACKAGE
 from superoffload.errors import ArgumentError
-from superoffload.tools.report.plots import matplotlib_installed
+from benchmarks.plots import matplotlib_installed
 
 BENCHMARKS = ("adam", "journal", "link", "memory", "ranks", "schedule", "state", "tensors", "zero3")
 _NEEDS_PACKAGE = {"zero3": "deepspeed"}

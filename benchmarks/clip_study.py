@@ -17,13 +17,13 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from superoffload.tools.report.machine_facts import machine_facts, version_facts
-from superoffload.tools.train.corpus import load_corpus
-from superoffload.tools.train.injection import parse_injection
-from superoffload.tools.train.record import StepRecord
-from superoffload.tools.train.run_digests import torch_threads
-from superoffload.tools.train.trainer import Trainer
-from superoffload.tools.train.training_config import ModelConfig, TrainingConfig
+from benchmarks.facts import machine_facts, version_facts
+from benchmarks.training.corpus import load_corpus
+from benchmarks.training.injection import parse_injection
+from benchmarks.training.record import StepRecord
+from benchmarks.training.digests import torch_threads
+from benchmarks.training.trainer import Trainer
+from benchmarks.training.config import ModelConfig, TrainingConfig
 
 WINDOW = 100
 COUNTED = ("steps", "clipped_steps", "buckets_speculated", "buckets_committed", "buckets_replayed", "buckets_undone",

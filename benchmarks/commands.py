@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from superoffload.errors import ArgumentError, SuperOffloadError
-from superoffload.tools.report.run_folder import naming_write_errors
+from superoffload.tools.output import naming_write_errors
 
 ROOT = Path(__file__).resolve().parents[1]
 CARRIED = ROOT / "build" / "gpu"  # brought to a bare machine: extension, results so far, wheels

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import command
 from superoffload.errors import ArgumentError
-from superoffload.tools.train.training_config import TrainingConfig
+from benchmarks.training.config import TrainingConfig
 
 Measure = Callable[[TrainingConfig, Any, Callable[[str, int], None]], dict[str, Any]]
 Plot = Callable[[dict[str, Any], Path], None]
@@ -27,8 +27,8 @@ def measure(args: argparse.Namespace, runs: int, work: Measure, plot: Plot) -> d
     check_steps(args)
     config = TrainingConfig(steps=args.steps, seed=args.seed)
     from superoffload.tools.report.progress import Progress
-    from superoffload.tools.train.corpus import load_corpus
-    from superoffload.tools.train.run_digests import deterministic_torch
+    from benchmarks.training.corpus import load_corpus
+    from benchmarks.training.digests import deterministic_torch
 
     facts = command.begin(args)
     corpus = load_corpus(args.data, config.model.sequence)

@@ -29,8 +29,8 @@ from typing import Any
 from benchmarks.sources import PACKAGE, digest_of
 from superoffload.errors import ArgumentError
 from superoffload.host.untrusted import read_json
-from superoffload.tools.report.machine_facts import benchmark_machine_facts, commit, version_facts
-from superoffload.tools.report.run_folder import naming_write_errors
+from superoffload.tools.output import naming_write_errors
+from benchmarks.facts import benchmark_machine_facts, commit, version_facts
 
 Row = dict[str, Any]
 Progress = Callable[[str], None]

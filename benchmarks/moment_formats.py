@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from superoffload.tools.report.machine_facts import machine_facts, version_facts
+from benchmarks.facts import machine_facts, version_facts
 
 BLOCK = 256
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-12  # eps so small that it hides nothing

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from superoffload.tools.report.machine_facts import benchmark_machine_facts, commit, version_facts
+from benchmarks.facts import benchmark_machine_facts, commit, version_facts
 
 
 def write_rows(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import command
 from superoffload.errors import ArgumentError
-from superoffload.tools.train.training_config import STATE_SETTINGS
+from benchmarks.training.config import STATE_SETTINGS
 
 _LARGE, _QUICK = 1 << 26, 1 << 22
 _SIZES = tuple(1 << power for power in range(10, 29, 2))  # 1 k to 256 M

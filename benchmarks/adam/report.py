@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.adam import contestants as who
-from superoffload.tools.report import style
+from benchmarks import style
 
 Row = dict[str, Any]
 

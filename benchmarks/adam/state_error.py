@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.adam.eight_bit_peers import EightBitPeer
 from benchmarks.workload import BETAS, EPS, LR, WEIGHT_DECAY
 from superoffload.adamw import AdamW
-from superoffload.tools.train.training_config import STATE_SETTINGS
+from benchmarks.training.config import STATE_SETTINGS
 
 STEPS = 50
 NUMEL = 1 << 18

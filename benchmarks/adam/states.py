@@ -23,8 +23,8 @@ from superoffload import _native
 from superoffload.errors import ArgumentError
 from superoffload.optimizer.arguments import check_state_dtype
 from superoffload.tools.doctor.memory_limit import MemoryLimit
-from superoffload.tools.report import style
-from superoffload.tools.train.training_config import STATE_SETTINGS
+from benchmarks import style
+from benchmarks.training.config import STATE_SETTINGS
 
 Row = dict[str, Any]
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.gh200.setting import BETAS, LR, MAX_GRAD_NORM, WEIGHT_DECAY, Run
-from superoffload.tools.train.model import Transformer
+from benchmarks.training.model import Transformer
 
 HYPER: dict[str, Any] = {"lr": LR, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from superoffload.tools.report import style
-from superoffload.tools.report.plots import smooth
+from benchmarks import style
+from benchmarks.plots import smooth
 
 Result = Mapping[str, Any]
 _COLOURS = (style.BLUE, style.GREEN, style.ORANGE, style.RED, "#8e5ea2")

@@ -23,7 +23,7 @@ from superoffload.host.memory import is_out_of_memory
 from superoffload.host.system import System
 from superoffload.links.cuda.device import peak_active_bytes
 from superoffload.tools.doctor.host_memory import usable_bytes
-from superoffload.tools.train.corpus import load_corpus
+from benchmarks.training.corpus import load_corpus
 
 _TEXT_BYTES = 32 << 20
 

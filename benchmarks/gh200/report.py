@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.jobs import DONE
-from superoffload.tools.report.plots import PLOT_HINT, matplotlib_installed
+from benchmarks.plots import PLOT_HINT, matplotlib_installed
 
 Row = Mapping[str, Any]
 _GIB = 2**30

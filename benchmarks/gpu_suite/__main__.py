@@ -78,7 +78,7 @@ def _measure(args: argparse.Namespace, out: Path, log: Path, began: float) -> in
     from benchmarks.gpu_suite.table import descriptions, short_table
     from benchmarks.gpu_suite.targets import all_targets, is_wrong
     from benchmarks.jobs import Results, run_jobs, write_json_whole
-    from superoffload.tools.report.run_folder import check_writable
+    from superoffload.tools.output import check_writable
 
     check_writable(args.json, "json")
     jobs = all_jobs(_plan(args))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_suite.settings import ALWAYS_CLIPS, BETAS, EPS, LR, NEVER_CLIPS, WEIGHT_DECAY, TrainRow
-from superoffload.tools.train.model import Transformer
+from benchmarks.training.model import Transformer
 
 FILES_VARIABLE = "GPU_SUITE_FILES"  # in the environment: folder for files that belong to the results
 HYPER: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}

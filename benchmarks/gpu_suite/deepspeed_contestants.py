@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu_suite.devices import be_a_rank
 from benchmarks.gpu_suite.settings import BETAS, EPS, LR, NEVER_CLIPS, WEIGHT_DECAY, TrainRow
-from superoffload.tools.train.model import Transformer
+from benchmarks.training.model import Transformer
 
 OFF = 0.0  # DeepSpeed's "no clipping"
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from benchmarks.gpu_suite.contestants import HYPER, Ours, Plain, Setting
 from benchmarks.gpu_suite.devices import be_a_rank
 from benchmarks.gpu_suite.settings import NEVER_CLIPS, TrainRow
-from superoffload.tools.train.model import Transformer
+from benchmarks.training.model import Transformer
 
 
 def shard(model: Transformer, row: TrainRow, **options: Any) -> Any:

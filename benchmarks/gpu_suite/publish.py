@@ -16,8 +16,8 @@ from benchmarks.gpu_suite.targets import all_targets
 from benchmarks.jobs import plain, write_json_whole
 from benchmarks.sources import digest_of
 from superoffload.errors import ArgumentError
-from superoffload.tools.report import style
-from superoffload.tools.report.machine_facts import commit
+from benchmarks import style
+from benchmarks.facts import commit
 
 
 def report(path: Path, target: Path | None, picture: Path | None = None) -> int:

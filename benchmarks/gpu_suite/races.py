@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.gpu_suite.devices import Device, open_device
 from superoffload import AdamW
-from superoffload.tools.train.model import Transformer
-from superoffload.tools.train.training_config import ModelConfig
+from benchmarks.training.model import Transformer
+from benchmarks.training.config import ModelConfig
 
 _MODEL = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, mlp=128, sequence=32)
 _LINK_CALLS = ("pack", "deliver", "make_visible")

@@ -16,9 +16,9 @@ from benchmarks.gpu_suite.devices import Device, open_device
 from benchmarks.gpu_suite.settings import TrainRow
 from benchmarks.jobs import ENDS_VARIABLE
 from superoffload.host.memory import is_out_of_memory
-from superoffload.tools.train.corpus import BatchSource, load_corpus
-from superoffload.tools.train.model import Transformer
-from superoffload.tools.train.training_config import ModelConfig
+from benchmarks.training.corpus import BatchSource, load_corpus
+from benchmarks.training.model import Transformer
+from benchmarks.training.config import ModelConfig
 
 # Of superoffload.AdamW.stats(), reported for the timed steps alone.
 _COUNTED = frozenset(

@@ -14,11 +14,11 @@ from typing import Any
 
 from benchmarks.state.accuracy import axes_over_steps
 from superoffload.tools.plan.explanations import JOURNAL_USED_BYTES
-from superoffload.tools.report import style
-from superoffload.tools.train.corpus import Corpus
-from superoffload.tools.train.injection import Injection, parse_injection
-from superoffload.tools.train.trainer import Trainer
-from superoffload.tools.train.training_config import TrainingConfig
+from benchmarks import style
+from benchmarks.training.corpus import Corpus
+from benchmarks.training.injection import Injection, parse_injection
+from benchmarks.training.trainer import Trainer
+from benchmarks.training.config import TrainingConfig
 
 SETTLED_AFTER = 10  # steps; before, exp_avg_sq changes by its own size and fewer words fit their codes
 

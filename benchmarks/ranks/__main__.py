@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace) -> Any:
-    from superoffload.tools.train.training_config import ModelConfig
+    from benchmarks.training.config import ModelConfig
 
     return ModelConfig(
         layers=args.layers, hidden=args.hidden, heads=8, kv_heads=4, mlp=int(args.hidden * 2.6875), sequence=64

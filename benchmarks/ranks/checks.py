@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.timing import in_turn
-from superoffload.tools.train.training_config import ModelConfig
+from benchmarks.training.config import ModelConfig
 
 OFF, LIGHT, FULL = "off", "light", "full"
 CONTESTANTS = (OFF, LIGHT, FULL)

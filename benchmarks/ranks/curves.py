@@ -19,8 +19,8 @@ from typing import Any
 from superoffload.tools.convergence.compare import Tolerance
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.suite import verify_ranks
-from superoffload.tools.report.machine_facts import machine_facts, version_facts
-from superoffload.tools.report.ranks_report import plot_curves
+from benchmarks.facts import machine_facts, version_facts
+from benchmarks.ranks.ranks_report import plot_curves
 
 
 def main() -> int:

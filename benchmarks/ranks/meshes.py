@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.timing import in_turn
-from superoffload.tools.train.training_config import ModelConfig
+from benchmarks.training.config import ModelConfig
 
 ENGINES = {"fully_shard alone": "fsdp2", "tensor parallelism": "tp", "pipeline stages": "pp", "experts": "ep"}
 PARTS = ("made", "told", "told_cpu", "step", "exchange", "exchange_cpu")

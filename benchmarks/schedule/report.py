@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from superoffload.tools.report import style
+from benchmarks import style
 
 Row = dict[str, Any]
 

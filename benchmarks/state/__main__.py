@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import command
 from benchmarks.demo_runs import add_training_options, check_steps
 from superoffload.errors import ArgumentError
-from superoffload.tools.train.training_config import STATE_SETTINGS, TrainingConfig
+from benchmarks.training.config import STATE_SETTINGS, TrainingConfig
 
 if TYPE_CHECKING:
     from benchmarks.state.tasks import Task
@@ -58,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
     check_steps(args)
     _check_peers(args.settings)
     from benchmarks.state.accuracy import plot_state, run_state
+    from superoffload.tools.output import write_json
     from superoffload.tools.report.progress import Progress
-    from superoffload.tools.report.run_folder import write_json
-    from superoffload.tools.train.run_digests import deterministic_torch
+    from benchmarks.training.digests import deterministic_torch
 
     facts = command.begin(args)
     task = _task(args)
@@ -101,7 +101,7 @@ def _task(args: argparse.Namespace) -> Task:
 
         return EncoderTask(args.steps)
     from benchmarks.state.tasks import TextTask
-    from superoffload.tools.train.corpus import load_corpus
+    from benchmarks.training.corpus import load_corpus
 
     config = TrainingConfig(steps=args.steps)
     return TextTask(config, load_corpus(args.data, config.model.sequence))

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from benchmarks.state.tasks import Task, optimizer_of
-from superoffload.tools.report import style
-from superoffload.tools.train.trainer import warmup_cosine
+from benchmarks import style
+from benchmarks.training.trainer import warmup_cosine
 
 Row = dict[str, Any]
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from benchmarks.adam.eight_bit_peers import PEERS, EightBitPeer
 from superoffload.adamw import AdamW
-from superoffload.tools.train.corpus import BatchSource, Corpus, held_out_batches
-from superoffload.tools.train.model import DTYPES, build_model, compute_dtype
-from superoffload.tools.train.training_config import STATE_SETTINGS, TrainingConfig
+from benchmarks.training.corpus import BatchSource, Corpus, held_out_batches
+from benchmarks.training.model import DTYPES, build_model, compute_dtype
+from benchmarks.training.config import STATE_SETTINGS, TrainingConfig
 
 Groups = list[dict[str, Any]]
 

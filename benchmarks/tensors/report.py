@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tensors.steps import AUTOGRAD, FUSED, KERNELS, ON_DEMAND, OURS, PHASES
-from superoffload.tools.report import style
+from benchmarks import style
 
 Row = dict[str, Any]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.zero3.steps import EAGER, LATER, STOCK, UPSTREAM, Workload
-from superoffload.tools.report import style
+from benchmarks import style
 
 FASTER_OPTIMIZER = 1.4
 

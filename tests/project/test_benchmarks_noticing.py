@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import noticing
-from superoffload.tools.train.model import DTYPES
-from superoffload.tools.train.training_config import ModelConfig
+from benchmarks.training.model import DTYPES
+from benchmarks.training.config import ModelConfig
 
 SMALL = ModelConfig(layers=1, hidden=32, heads=2, kv_heads=1, mlp=64, sequence=32, vocabulary=64)
 

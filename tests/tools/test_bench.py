@@ -14,7 +14,7 @@ from benchmarks.journal.sizes import plot_journal
 from benchmarks.memory.use import is_off
 from superoffload import kernels
 from superoffload.tools.cli import EXIT_OK, EXIT_USAGE
-from superoffload.tools.train.training_config import ModelConfig, TrainingConfig
+from benchmarks.training.config import ModelConfig, TrainingConfig
 from tests.support.benchmarks import bench as start
 
 SMALL = ["--quiet", "--json", "out.json", "--plot", "out.png"]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from superoffload.tools.convergence.mixture import PER_TOKEN, Mixture
-from superoffload.tools.train.training_config import ModelConfig
+from benchmarks.training.config import ModelConfig
 
 EXPERTS = 5
 

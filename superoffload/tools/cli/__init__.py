@@ -16,8 +16,8 @@ from superoffload import __version__
 from superoffload.errors import ArgumentError, SuperOffloadError
 from superoffload.host.untrusted import printable
 
-COMMANDS = ("train", "verify", "doctor", "plan", "report", "run")
-_RUN_FOLDER_COMMANDS = ("train", "verify")
+COMMANDS = ("doctor", "plan", "run")
+
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 

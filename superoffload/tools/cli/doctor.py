@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     from superoffload.errors import ArgumentError
     from superoffload.host.system import System
     from superoffload.tools.doctor.examine import diagnose
-    from superoffload.tools.report.run_folder import check_writable, write_json
+    from superoffload.tools.output import check_writable, write_json
 
     if not Path(args.root).is_dir():
         raise ArgumentError(f"root={args.root}: no such folder; expected one that holds proc and sys")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from superoffload.errors import ArgumentError
-from superoffload.tools.cli.options import add_option
+from superoffload.tools.output import add_option
 
 if TYPE_CHECKING:
     from superoffload.tools.plan.memory_estimate import Settings
@@ -78,11 +78,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
+    from superoffload.tools.output import check_writable, write_json
     from superoffload.tools.plan.hardware import find_hardware
     from superoffload.tools.plan.machines import GB
     from superoffload.tools.plan.plan_report import comparison_table, plan_as_json, plan_as_text
     from superoffload.tools.plan.settings import all_choices, evaluate
-    from superoffload.tools.report.run_folder import check_writable, write_json
 
     model, settings = model_from(args), settings_from(args)
     given = None if args.host_bandwidth is None else args.host_bandwidth * GB
@@ -134,9 +134,9 @@ def settings_from(args: argparse.Namespace) -> Settings:
 
 
 def _draw(folder: Path, model: ModelShape, hardware: Any, settings: Settings) -> None:
+    from superoffload.tools.output import naming_write_errors
     from superoffload.tools.plan.plan_plots import plot_memory, plot_throughput
-    from superoffload.tools.report.plots import PLOT_HINT, matplotlib_installed
-    from superoffload.tools.report.run_folder import naming_write_errors
+    from benchmarks.plots import PLOT_HINT, matplotlib_installed
 
     if not matplotlib_installed():
         raise ArgumentError(f"plots={folder}: {PLOT_HINT}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from superoffload.errors import ArgumentError
-from superoffload.tools.train.training_config import ModelConfig
+from benchmarks.training.config import ModelConfig
 
 _SMALL = ModelConfig(layers=2, hidden=48, heads=4, kv_heads=2, mlp=128, sequence=32)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.engines import Engine, Step, make_engine, world
-from superoffload.tools.train.corpus import BatchSource, load_corpus
-from superoffload.tools.train.trainer import learning_rate_factor
+from benchmarks.training.corpus import BatchSource, load_corpus
+from benchmarks.training.trainer import learning_rate_factor
 
 
 @dataclass

@@ -21,7 +21,7 @@ from superoffload.host.tensors import is_dtensor, local_of
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.meshes import check_pairs
 from superoffload.tools.convergence.mixture import EXPERTS, put_experts
-from superoffload.tools.train.model import DTYPES, Block, Transformer, build_model
+from benchmarks.training.model import DTYPES, Block, Transformer, build_model
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from superoffload.tools.convergence.engines import BaseEngine, reducing, sharded
 from superoffload.tools.convergence.meshes import PAIR, mesh_of
 from superoffload.tools.convergence.mixture import Compute, Experts
-from superoffload.tools.train.model import Transformer
+from benchmarks.training.model import Transformer
 
 
 class ExpertParallel(BaseEngine):

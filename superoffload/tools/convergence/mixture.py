@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from superoffload.host.tensors import is_dtensor
-from superoffload.tools.train.model import Linear, Transformer
-from superoffload.tools.train.training_config import ModelConfig
+from benchmarks.training.model import Linear, Transformer
+from benchmarks.training.config import ModelConfig
 
 EXPERTS = 8
 PER_TOKEN = 2  # experts that each token goes to

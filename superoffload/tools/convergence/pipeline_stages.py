@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.engines import BaseEngine, sharded
 from superoffload.tools.convergence.meshes import PAIR, mesh_of
-from superoffload.tools.train.model import Transformer
+from benchmarks.training.model import Transformer
 
 
 class Stage(nn.Module):

@@ -13,7 +13,7 @@ from superoffload.tools.convergence.compare import FEWEST_RUNS, ONE_PROCESS, Tol
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.distributed_run import Curve, run
 from superoffload.tools.convergence.engines import ON_DEMAND
-from superoffload.tools.train.record import unclipped_steps
+from benchmarks.training.record import unclipped_steps
 
 Say = Callable[[str], None]
 _ON_DEMAND_STEPS = 48

@@ -10,7 +10,7 @@ from torch import nn
 
 from superoffload.tools.convergence.engines import BaseEngine, accumulating, reducing, sharded
 from superoffload.tools.convergence.meshes import PAIR, mesh_of
-from superoffload.tools.train.model import Transformer
+from benchmarks.training.model import Transformer
 
 
 class TensorParallel(BaseEngine):

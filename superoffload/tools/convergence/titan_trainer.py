@@ -24,7 +24,7 @@ from superoffload.integrations.torchtitan_on_cpus import prepare, without_flex_a
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.engines import Step
 from superoffload.tools.convergence.meshes import PAIR
-from superoffload.tools.train.training_config import ModelConfig
+from benchmarks.training.config import ModelConfig
 
 
 class Titan:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.engines import Step, train_in_a_loop, world
-from superoffload.tools.train.model import DTYPES, build_model
+from benchmarks.training.model import DTYPES, build_model
 
 
 class Zero3:

@@ -76,7 +76,7 @@ NOT_FINITE = {25: math.inf, 120: math.nan}  # what the last rank's loss is multi
 
 def train(way: str, clip: float, steps: int = STEPS, fault: str | None = None) -> dict[str, Any]:
     """fp32, so that stock and ours differ by rounding of fp32 only. ``fault``: rank 0 has it in one step."""
-    from superoffload.tools.train.corpus import load_corpus
+    from benchmarks.training.corpus import load_corpus
 
     text = load_corpus(None, LENGTH, 1 << 20)
     tokens = text.train.long()

@@ -20,11 +20,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from superoffload.adamw import AdamW
 from superoffload.timeline import span
-from superoffload.tools.train.corpus import BatchSource, Corpus, held_out_batches
-from superoffload.tools.train.injection import InjectedError, Injection, StepEvents, poisoned
-from superoffload.tools.train.model import DTYPES, Transformer, build_model, compute_dtype
-from superoffload.tools.train.record import StepRecord
-from superoffload.tools.train.training_config import TrainingConfig
+from benchmarks.training.corpus import BatchSource, Corpus, held_out_batches
+from benchmarks.training.injection import InjectedError, Injection, StepEvents, poisoned
+from benchmarks.training.model import DTYPES, Transformer, build_model, compute_dtype
+from benchmarks.training.record import StepRecord
+from benchmarks.training.config import TrainingConfig
 
 FINAL_FRACTION = 0.1  # of the learning rate, at the end of a run
 

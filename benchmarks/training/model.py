@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from superoffload.tools.train.training_config import ModelConfig
+from benchmarks.training.config import ModelConfig
 
 _ROTARY_BASE = 10_000.0
 

@@ -16,7 +16,7 @@ from superoffload.tools.doctor.host_memory import huge_page_mode
 from superoffload.tools.doctor.software import installed_version
 
 _PACKAGES = ("torch", "numpy")
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 def machine_facts() -> dict[str, Any]:

@@ -1,1 +1,0 @@
-"""Writes what a run leaves behind: metrics, a summary, plots, one page to read."""

@@ -1,1 +1,0 @@
-"""Trains a small model with `superoffload.AdamW`, for `superoffload train` and `verify`."""
