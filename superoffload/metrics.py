@@ -1,4 +1,4 @@
-"""Collects what to watch while training: a plain dictionary per step, and one log line per anomaly.
+"""Collects what to watch while training: a plain dictionary per step, and a log line when steps are skipped or slow.
 
 `Monitor(optimizer).step()` after every `optimizer.step()` returns values that TensorBoard and Weights & Biases log
 unchanged; docs/metrics.md has every name with its unit.
@@ -102,9 +102,6 @@ class Limits:
     window: int = 50
     patience: int = 10
     step_time_ratio: float = 1.5  # times the median of the window, for `patience` steps
-    exposed_share: float = 0.25  # of the step, for `patience` steps
-    clip_rate: float = 0.9  # over the window
-    norm_ratio: float = 10.0  # times the median of the window, in one step
     skipped_in_a_row: int = 3
 
 
@@ -150,9 +147,8 @@ class Monitor:
             **{PREFIX + name: value for name, value in self._of_step(stats, now - self._time, verdict).items()},
         }
         skipped = stats["skipped_steps"] > self._before["skipped_steps"]
-        overflows = int(stats["journal_overflows"] - self._before["journal_overflows"])
         decided = int(totals["steps"] + totals["skipped_steps"])
-        self._anomalies.observe(decided, values, skipped=skipped, overflows=overflows)
+        self._anomalies.observe(decided, now - self._time, skipped=skipped)
         self._before, self._time = dict(stats), now
         if self._exporter is not None:
             self._exporter.update(values)
@@ -205,83 +201,36 @@ class Anomalies:
         self._limits = limits
         self._prefix = prefix
         self._seconds: deque[float] = deque(maxlen=limits.window)
-        self._norms: deque[float] = deque(maxlen=limits.window)
-        self._clips: deque[bool] = deque(maxlen=limits.window)
-        self._in_a_row: dict[str, int] = {}
-        self._active: set[str] = set()
+        self._in_a_row = {"skipped steps": 0, "slow steps": 0}
 
-    def observe(self, step: int, values: Mapping[str, float], *, skipped: bool, overflows: int) -> None:
+    def observe(self, step: int, seconds: float, *, skipped: bool) -> None:
         limits = self._limits
-        self._judge_seconds(step, values[PREFIX + "step_seconds"])
-        share = values[PREFIX + "step_exposed_share"]
-        self._judge(
-            step,
-            "exposed optimizer",
-            self._lasting("exposed optimizer", share > limits.exposed_share, limits.patience),
-            f"{share:.0%} of the step waits for the optimizer; more tokens per step hide more of it, and "
-            f"superoffload doctor and trace= show what is slow",
-        )
-        self._judge_clips(step, values.get(PREFIX + "clip_coefficient", 1.0) < 1.0)
-        if not skipped and PREFIX + "grad_norm" in values:
-            self._judge_norm(step, values[PREFIX + "grad_norm"])
         self._judge(
             step,
             "skipped steps",
-            self._lasting("skipped steps", skipped, limits.skipped_in_a_row),
+            skipped,
+            limits.skipped_in_a_row,
             f"{limits.skipped_in_a_row} steps in a row had NaN or Inf gradients and changed nothing; lower the "
             f"learning rate or the loss scale, and look at the data",
         )
-        self._judge(
-            step,
-            "journal overflow",
-            overflows > 0,
-            f"{overflows} buckets found no room in their journal and were undone at once; right, but slower",
-        )
-
-    def _judge_seconds(self, step: int, seconds: float) -> None:
-        usual = median(self._seconds) if len(self._seconds) >= self._limits.patience else math.inf
-        slow = seconds > self._limits.step_time_ratio * usual
+        usual = median(self._seconds) if len(self._seconds) >= limits.patience else math.inf
+        slow = seconds > limits.step_time_ratio * usual
         if not slow:  # slow steps must not shift the median
             self._seconds.append(seconds)
         self._judge(
             step,
-            "step time drift",
-            self._lasting("step time drift", slow, self._limits.patience),
+            "slow steps",
+            slow,
+            limits.patience,
             f"steps take {seconds:.3g} s, usual were {usual:.3g} s; look at the load of the processors, and at trace=",
         )
 
-    def _judge_clips(self, step: int, clipped: bool) -> None:
-        self._clips.append(clipped)
-        full = len(self._clips) == self._limits.window
-        rate = sum(self._clips) / len(self._clips)
-        self._judge(
-            step,
-            "clip storm",
-            full and rate >= self._limits.clip_rate,
-            f"{rate:.0%} of the last {self._limits.window} steps were clipped, so speculation cannot pay; usual when "
-            f"training from scratch, otherwise look at max_grad_norm and the learning rate",
-        )
-
-    def _judge_norm(self, step: int, norm: float) -> None:
-        usual = median(self._norms) if len(self._norms) >= self._limits.patience else math.inf
-        self._norms.append(norm)
-        self._judge(
-            step,
-            "gradient norm spike",
-            norm > self._limits.norm_ratio * usual,
-            f"the gradient norm is {norm:.3g}, usual was {usual:.3g}; look at this step's data",
-        )
-
-    def _lasting(self, name: str, holds: bool, steps: int) -> bool:
-        self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if holds else 0
-        return self._in_a_row[name] >= steps
-
-    def _judge(self, step: int, name: str, holds: bool, text: str) -> None:
-        if holds and name not in self._active:
-            self._active.add(name)
+    def _judge(self, step: int, name: str, holds: bool, patience: int, text: str) -> None:
+        before = self._in_a_row[name]
+        self._in_a_row[name] = before + 1 if holds else 0
+        if self._in_a_row[name] == patience:
             LOGGER.warning("%sstep %d: %s: %s", self._prefix, step, name, text)
-        elif not holds and name in self._active:
-            self._active.discard(name)
+        elif not holds and before >= patience:
             LOGGER.info("%sstep %d: %s is over", self._prefix, step, name)
 
 

@@ -21,41 +21,11 @@ class TorchDefaults(TypedDict, total=False):
     fused: bool | None
 
 
-# Other optimizers and trainers use these names for our arguments; their spelling is too different to be matched.
-_OTHER_NAMES = {
-    "learning_rate": "lr",
-    "wd": "weight_decay",
-    "decay": "weight_decay",
-    "beta1": "betas",
-    "beta2": "betas",
-    "adam_beta1": "betas",
-    "adam_beta2": "betas",
-    "workers": "threads",
-    "num_workers": "threads",
-    "bucket_size": "bucket_numel",
-    "moments_dtype": "state_dtype",
-    "optimizer_dtype": "state_dtype",
-    "grad_dtype": "accumulate_dtype",
-    "gradient_dtype": "accumulate_dtype",
-    "grad_accum_dtype": "accumulate_dtype",
-    "network": "model",
-}
 _TORCHS = {
     "capturable": "for CUDA graphs, which cannot hold a step in host memory",
     "differentiable": "no gradients flow through this optimizer's step",
     "amsgrad": "another algorithm, which is not offered",
 }
-_DEEPSPEEDS = {
-    "adamw_mode": "AdamW is what you get here; plain Adam is CPUAdamW(l2=True)",
-    "bias_correction": "the moments' bias is always corrected here",
-    "fp32_optimizer_states": 'here state_dtype is "fp32", "bf16" or "8bit"',
-}
-_ADAMWS = {
-    "accumulate_dtype": "this one reads p.grad as it is: set p.grad_dtype = torch.float32 on the parameters",
-    "master_dtype": "masters are fp32 here",
-}
-
-
 _LOOPS = ("foreach", "fused")  # how torch loops over parameters; our loop is native, whatever is asked for
 OF_TORCH = (*_TORCHS, "decoupled_weight_decay")  # keys of a group with which torch steps it otherwise
 
@@ -78,7 +48,8 @@ def _changes_nothing(name: str, value: Any) -> bool:
     return name in _TORCHS and value is False
 
 
-_NO_KEYS_OF_GROUPS = ("learning_rate", "wd", "beta1", "beta2", "adam_beta1", "adam_beta2")
+# Names that other optimizers have for our settings of a group.
+_NO_KEYS_OF_GROUPS = {"learning_rate": "lr", "wd": "weight_decay", "beta1": "betas", "beta2": "betas"}
 
 
 def refuse_in_group(where: str, group: Mapping[str, Any]) -> None:
@@ -86,7 +57,7 @@ def refuse_in_group(where: str, group: Mapping[str, Any]) -> None:
     for name, value in group.items():
         if name in _NO_KEYS_OF_GROUPS:
             raise UnknownArgument(
-                f"{where}: {name}={_shown(value)} would not be read; did you mean {_OTHER_NAMES[name]}?"
+                f"{where}: {name}={_shown(value)} would not be read; did you mean {_NO_KEYS_OF_GROUPS[name]}?"
             )
         if _is_clipping(name.lower()):
             raise UnknownArgument(
@@ -136,21 +107,10 @@ def _advice(name: str, accepted: list[str]) -> str:
         return "it chooses torch's loop over parameters, and changes nothing here: expected True, False or None."
     if name in _TORCHS:
         return f"torch.optim.AdamW has it ({_TORCHS[name]}): leave it out, or pass {name}=False."
-    if name in _DEEPSPEEDS:
-        return f"DeepSpeedCPUAdam has it ({_DEEPSPEEDS[name]}): leave it out."
-    if name in _ADAMWS:
-        return f"superoffload.AdamW has it; {_ADAMWS[name]}."
     words = name.lower()
     if _is_clipping(words):
         if "max_grad_norm" in accepted:
             return "did you mean max_grad_norm, the threshold of the global gradient norm?"
         return "this one does not clip: call torch.nn.utils.clip_grad_norm_, or use superoffload.AdamW(max_grad_norm=)."
-    meant = _OTHER_NAMES.get(words)
-    if meant not in accepted:
-        meant = next(iter(get_close_matches(words, accepted, n=1)), None) or _containing(words, accepted)
+    meant = next(iter(get_close_matches(words, accepted, n=1)), None)
     return f"did you mean {meant}?" if meant else "nothing here has a similar name."
-
-
-def _containing(words: str, accepted: list[str]) -> str | None:
-    """Finds an argument that is a word of the name, as threads is of num_threads."""
-    return next((known for known in accepted if known in words.split("_")), None)
