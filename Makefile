@@ -1,6 +1,6 @@
 # Needs Python >= 3.10, a C++17 compiler and make; everything else goes into .venv.
 #
-#   make demo     trains a language model on real text, verifies the promise, draws the report
+#   make demo     fine-tunes a small language model with torch's AdamW and ours, draws both, verifies the promise
 #   make test     the whole test suite
 #   make check    the quick part, for every change: lint, types, tests of one process, native tests; some 3 minutes
 #   make docs     the documentation site, in build/site; a broken link fails
@@ -40,7 +40,7 @@ CHECKED := checkpoints/safetensors checkpoints/saving engine/bucket_fates engine
     optimizer/hyper_parameters optimizer/masters optimizer/metrics optimizer/parameter_writes \
     optimizer/second_backward optimizer/timeline optimizer/unknown_arguments optimizer/unusual_parameters \
     project/docs project/packaging project/public_names project/recorded_figures tools/plan tools/plan_advice \
-    tools/plan_machines tools/verify_injection
+    tools/plan_machines tools/verify tools/command_line
 TARGETS := demo test check docs build lint types format native-test clang-test sanitize-addresses sanitize-threads \
     sanitize arm-test arm-python-test old-cpu-test grace cuda-kernels old-deepspeed-test fresh-clone-test release-test \
     gpu-extension slot clean
@@ -56,11 +56,8 @@ help:
 # ---- the commands of README --------------------------------------------------------------------------------------------
 
 demo: $(VENV)/.demo-ready
-	$(BIN)/superoffload train --out $(RUNS)/train
-	$(BIN)/superoffload verify --out $(RUNS)/verify
-	@echo
-	@echo "Reports, to open in a browser:"
-	@ls $(abspath $(RUNS))/train/*.html $(abspath $(RUNS))/verify/*.html
+	$(BIN)/python examples/demo.py --out $(RUNS)/demo
+	$(BIN)/superoffload verify --quiet
 
 test: $(VENV)/.test-ready
 	$(PYTEST) $(PYTEST_ARGS)

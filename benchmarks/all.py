@@ -13,9 +13,9 @@ from benchmarks import all_report, command
 from benchmarks.all_report import GPU_SUITE, plot_path
 from benchmarks.commands import ROOT, run_command
 from benchmarks.jobs import LEFT, RESULT_PATH, Job, Results, run_jobs
+from benchmarks.plots import matplotlib_installed
 from benchmarks.sources import PACKAGE
 from superoffload.errors import ArgumentError
-from benchmarks.plots import matplotlib_installed
 
 BENCHMARKS = ("adam", "journal", "link", "memory", "ranks", "schedule", "state", "tensors", "zero3")
 _NEEDS_PACKAGE = {"zero3": "deepspeed"}

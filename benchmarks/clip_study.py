@@ -18,12 +18,12 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.facts import machine_facts, version_facts
+from benchmarks.training.config import ModelConfig, TrainingConfig
 from benchmarks.training.corpus import load_corpus
+from benchmarks.training.digests import torch_threads
 from benchmarks.training.injection import parse_injection
 from benchmarks.training.record import StepRecord
-from benchmarks.training.digests import torch_threads
 from benchmarks.training.trainer import Trainer
-from benchmarks.training.config import ModelConfig, TrainingConfig
 
 WINDOW = 100
 COUNTED = ("steps", "clipped_steps", "buckets_speculated", "buckets_committed", "buckets_replayed", "buckets_undone",

@@ -56,8 +56,8 @@ def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
 
 def begin(args: argparse.Namespace) -> dict[str, Any]:
     """Checks that results can be written and returns the facts that a reader needs beside them."""
-    from superoffload.tools.output import check_writable
     from benchmarks.facts import benchmark_machine_facts, commit, version_facts
+    from superoffload.tools.output import check_writable
 
     check_writable(args.json, "json")
     check_writable(_plot_path(args), "plot")
@@ -81,8 +81,8 @@ def progress(args: argparse.Namespace) -> Callable[[str], None]:
 
 def write(args: argparse.Namespace, report: dict[str, Any], plot: Callable[[Path], None] | None = None) -> None:
     """Writes the requested JSON and plot."""
-    from superoffload.tools.output import write_json
     from benchmarks.plots import PLOT_HINT, matplotlib_installed
+    from superoffload.tools.output import write_json
 
     if args.json:
         write_json(args.json, report)

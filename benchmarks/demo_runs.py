@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import command
-from superoffload.errors import ArgumentError
 from benchmarks.training.config import TrainingConfig
+from superoffload.errors import ArgumentError
 
 Measure = Callable[[TrainingConfig, Any, Callable[[str, int], None]], dict[str, Any]]
 Plot = Callable[[dict[str, Any], Path], None]
@@ -23,21 +23,24 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, runs: int, work: Measure, plot: Plot) -> dict[str, Any]:
-    """Runs `work` and writes the requested output; `runs` trainings of `args.steps` steps make the progress bar."""
+    """Runs `work` and writes the requested output; `runs` trainings of `args.steps` steps make the bar."""
     check_steps(args)
     config = TrainingConfig(steps=args.steps, seed=args.seed)
-    from superoffload.tools.report.progress import Progress
+    from tqdm import tqdm
+
     from benchmarks.training.corpus import load_corpus
     from benchmarks.training.digests import deterministic_torch
 
     facts = command.begin(args)
     corpus = load_corpus(args.data, config.model.sequence)
     facts["corpus"] = corpus.describe()
-    with (
-        deterministic_torch(None),
-        Progress(config.steps * runs, "bench", enabled=not args.quiet) as progress,
-    ):
-        report = {**facts, **work(config, corpus, lambda name, step: progress.step(f"{name}, step {step}"))}
+    with deterministic_torch(None), tqdm(total=config.steps * runs, disable=args.quiet) as bar:
+
+        def on_step(name: str, step: int) -> None:
+            bar.set_description(f"{name}, step {step}", refresh=False)
+            bar.update()
+
+        report = {**facts, **work(config, corpus, on_step)}
     command.write(args, report, lambda path: plot(report, path))
     return report
 

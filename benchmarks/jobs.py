@@ -26,11 +26,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from benchmarks.facts import benchmark_machine_facts, commit, version_facts
 from benchmarks.sources import PACKAGE, digest_of
 from superoffload.errors import ArgumentError
 from superoffload.host.untrusted import read_json
 from superoffload.tools.output import naming_write_errors
-from benchmarks.facts import benchmark_machine_facts, commit, version_facts
 
 Row = dict[str, Any]
 Progress = Callable[[str], None]

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.facts import machine_facts, version_facts
+from benchmarks.training.config import ModelConfig
+from benchmarks.training.model import DTYPES, build_model, compute_dtype
 from superoffload import AdamW
 from superoffload.optimizer import edits, step
-from benchmarks.facts import machine_facts, version_facts
-from benchmarks.training.model import DTYPES, build_model, compute_dtype
-from benchmarks.training.config import ModelConfig
 
 MODEL = ModelConfig(layers=12, hidden=640, heads=10, kv_heads=5, mlp=2560, sequence=2048, vocabulary=16000)
 # The two readings, and what looks closer at the parameters that they find.

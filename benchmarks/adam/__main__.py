@@ -7,8 +7,8 @@ import math
 from typing import Any
 
 from benchmarks import command
-from superoffload.errors import ArgumentError
 from benchmarks.training.config import STATE_SETTINGS
+from superoffload.errors import ArgumentError
 
 _LARGE, _QUICK = 1 << 26, 1 << 22
 _SIZES = tuple(1 << power for power in range(10, 29, 2))  # 1 k to 256 M

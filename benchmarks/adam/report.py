@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.adam import contestants as who
 from benchmarks import style
+from benchmarks.adam import contestants as who
 
 Row = dict[str, Any]
 

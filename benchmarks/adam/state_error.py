@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from benchmarks.adam.eight_bit_peers import EightBitPeer
+from benchmarks.training.config import STATE_SETTINGS
 from benchmarks.workload import BETAS, EPS, LR, WEIGHT_DECAY
 from superoffload.adamw import AdamW
-from benchmarks.training.config import STATE_SETTINGS
 
 STEPS = 50
 NUMEL = 1 << 18

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from benchmarks.gh200.engines import ENGINES, Engine, local_device
 from benchmarks.gh200.setting import SAMPLES, SETTLED_FROM, Run
+from benchmarks.training.corpus import load_corpus
 from superoffload.host.memory import is_out_of_memory
 from superoffload.host.system import System
 from superoffload.links.cuda.device import peak_active_bytes
 from superoffload.tools.doctor.host_memory import usable_bytes
-from benchmarks.training.corpus import load_corpus
 
 _TEXT_BYTES = 32 << 20
 

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import style
+from benchmarks.facts import commit
 from benchmarks.gpu_suite.contestants import CONTESTANTS
 from benchmarks.gpu_suite.table import table
 from benchmarks.gpu_suite.targets import all_targets
 from benchmarks.jobs import plain, write_json_whole
 from benchmarks.sources import digest_of
 from superoffload.errors import ArgumentError
-from benchmarks import style
-from benchmarks.facts import commit
 
 
 def report(path: Path, target: Path | None, picture: Path | None = None) -> int:

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.gpu_suite.devices import Device, open_device
-from superoffload import AdamW
-from benchmarks.training.model import Transformer
 from benchmarks.training.config import ModelConfig
+from benchmarks.training.model import Transformer
+from superoffload import AdamW
 
 _MODEL = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, mlp=128, sequence=32)
 _LINK_CALLS = ("pack", "deliver", "make_visible")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from superoffload.errors import ArgumentError
 from benchmarks.training.config import ModelConfig
+from superoffload.errors import ArgumentError
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.1
 

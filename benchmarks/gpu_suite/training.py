@@ -15,10 +15,10 @@ from benchmarks.gpu_suite.contestants import CONTESTANTS, Contestant, Plain
 from benchmarks.gpu_suite.devices import Device, open_device
 from benchmarks.gpu_suite.settings import TrainRow
 from benchmarks.jobs import ENDS_VARIABLE
-from superoffload.host.memory import is_out_of_memory
+from benchmarks.training.config import ModelConfig
 from benchmarks.training.corpus import BatchSource, load_corpus
 from benchmarks.training.model import Transformer
-from benchmarks.training.config import ModelConfig
+from superoffload.host.memory import is_out_of_memory
 
 # Of superoffload.AdamW.stats(), reported for the timed steps alone.
 _COUNTED = frozenset(

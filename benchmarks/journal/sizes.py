@@ -12,13 +12,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.state.accuracy import axes_over_steps
-from superoffload.tools.plan.explanations import JOURNAL_USED_BYTES
 from benchmarks import style
+from benchmarks.state.accuracy import axes_over_steps
+from benchmarks.training.config import TrainingConfig
 from benchmarks.training.corpus import Corpus
 from benchmarks.training.injection import Injection, parse_injection
 from benchmarks.training.trainer import Trainer
-from benchmarks.training.config import TrainingConfig
+from superoffload.tools.plan.explanations import JOURNAL_USED_BYTES
 
 SETTLED_AFTER = 10  # steps; before, exp_avg_sq changes by its own size and fewer words fit their codes
 

@@ -16,11 +16,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from benchmarks.facts import machine_facts, version_facts
+from benchmarks.ranks.ranks_report import plot_curves
 from superoffload.tools.convergence.compare import Tolerance
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.suite import verify_ranks
-from benchmarks.facts import machine_facts, version_facts
-from benchmarks.ranks.ranks_report import plot_curves
 
 
 def main() -> int:

@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from superoffload.tools.report.page import Page
+from superoffload.tools.report.run_folder import RunFolder
+from superoffload.tools.report.summary import add_plot, common_summary, json_stats
+
+from benchmarks import style
+from benchmarks.plots import PLOT_HINT, matplotlib_installed, smooth
+from benchmarks.training.record import finite_or_none
 from superoffload.host.untrusted import printable
 from superoffload.tools.convergence.compare import Tolerance
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.suite import Result
 from superoffload.tools.output import naming_write_errors
-from benchmarks import style
-from superoffload.tools.report.page import Page
-from benchmarks.plots import PLOT_HINT, matplotlib_installed, smooth
-from superoffload.tools.report.run_folder import RunFolder
-from superoffload.tools.report.summary import add_plot, common_summary, json_stats
-from benchmarks.training.record import finite_or_none
 
 _COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.RED)
 _REFERENCE: dict[str, Any] = {"color": style.INK, "linewidth": 1.2, "linestyle": (0, (1, 1.5)), "zorder": 4}

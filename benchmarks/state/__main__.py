@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import command
 from benchmarks.demo_runs import add_training_options, check_steps
-from superoffload.errors import ArgumentError
 from benchmarks.training.config import STATE_SETTINGS, TrainingConfig
+from superoffload.errors import ArgumentError
 
 if TYPE_CHECKING:
     from benchmarks.state.tasks import Task
@@ -57,10 +57,11 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError("continue: expected --json PATH, the file whose runs are not repeated")
     check_steps(args)
     _check_peers(args.settings)
+    from tqdm import tqdm
+
     from benchmarks.state.accuracy import plot_state, run_state
-    from superoffload.tools.output import write_json
-    from superoffload.tools.report.progress import Progress
     from benchmarks.training.digests import deterministic_torch
+    from superoffload.tools.output import write_json
 
     facts = command.begin(args)
     task = _task(args)
@@ -68,12 +69,17 @@ def run(args: argparse.Namespace) -> int:
     finished = _finished(Path(args.json), facts, task.steps) if args.continues else []
     seeds = range(args.seed, args.seed + args.seeds)
     runs = args.seeds * (1 + len(set(args.settings))) - len(finished)
-    with deterministic_torch(None), Progress(task.steps * runs, "bench", enabled=not args.quiet) as progress:
+    with deterministic_torch(None), tqdm(total=task.steps * runs, disable=args.quiet) as bar:
+
+        def on_step(name: str, step: int) -> None:
+            bar.set_description(f"{name}, step {step}", refresh=False)
+            bar.update()
+
         found = run_state(
             task,
             args.settings,
             seeds,
-            lambda name, step: progress.step(f"{name}, step {step}"),
+            on_step,
             finished,
             lambda report: write_json(args.json, {**facts, **report}) if args.continues else None,
         )

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.state.tasks import Task, optimizer_of
 from benchmarks import style
+from benchmarks.state.tasks import Task, optimizer_of
 from benchmarks.training.trainer import warmup_cosine
 
 Row = dict[str, Any]

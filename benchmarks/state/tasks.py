@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.adam.eight_bit_peers import PEERS, EightBitPeer
-from superoffload.adamw import AdamW
+from benchmarks.training.config import STATE_SETTINGS, TrainingConfig
 from benchmarks.training.corpus import BatchSource, Corpus, held_out_batches
 from benchmarks.training.model import DTYPES, build_model, compute_dtype
-from benchmarks.training.config import STATE_SETTINGS, TrainingConfig
+from superoffload.adamw import AdamW
 
 Groups = list[dict[str, Any]]
 

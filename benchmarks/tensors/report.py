@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tensors.steps import AUTOGRAD, FUSED, KERNELS, ON_DEMAND, OURS, PHASES
 from benchmarks import style
+from benchmarks.tensors.steps import AUTOGRAD, FUSED, KERNELS, ON_DEMAND, OURS, PHASES
 
 Row = dict[str, Any]
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from superoffload.adamw import AdamW
-from superoffload.timeline import span
+from benchmarks.training.config import TrainingConfig
 from benchmarks.training.corpus import BatchSource, Corpus, held_out_batches
 from benchmarks.training.injection import InjectedError, Injection, StepEvents, poisoned
 from benchmarks.training.model import DTYPES, Transformer, build_model, compute_dtype
 from benchmarks.training.record import StepRecord
-from benchmarks.training.config import TrainingConfig
+from superoffload.adamw import AdamW
+from superoffload.timeline import span
 
 FINAL_FRACTION = 0.1  # of the learning rate, at the end of a run
 

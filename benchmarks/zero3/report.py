@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.zero3.steps import EAGER, LATER, STOCK, UPSTREAM, Workload
 from benchmarks import style
+from benchmarks.zero3.steps import EAGER, LATER, STOCK, UPSTREAM, Workload
 
 FASTER_OPTIMIZER = 1.4
 

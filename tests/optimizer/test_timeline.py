@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,8 +15,6 @@ from superoffload import AdamW, _native
 from superoffload.errors import ArgumentError
 from superoffload.links.host import HostLink
 from superoffload.timeline import COMPUTE, DOWN, PROCESSORS, UP, VERDICT, _Work, read_trace, span
-from superoffload.tools.cli import main
-from superoffload.tools.report.timeline_plot import choose_steps
 
 BUCKETS = 4
 
@@ -231,31 +228,3 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "x").write_text(text)
     with pytest.raises(ArgumentError, match="not a trace"):
         read_trace(tmp_path / "x")
-
-
-def test_steps_with_most_fates_are_shown() -> None:
-    def event(step: int, fate: str) -> dict[str, Any]:
-        return {"args": {"step": step, "fate": fate}}
-
-    events = [event(step, "committed") for step in range(1, 11)]
-    assert choose_steps(events) == [8, 9, 10]
-    assert 4 in choose_steps([*events, event(4, "replayed")])
-    assert choose_steps([]) == [] and choose_steps([event(7, "skipped")]) == [7]
-
-
-def test_train_draws_its_timeline(tmp_path: Path, train_tiny: Callable[..., int]) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install matplotlib")
-    trace = tmp_path / "trace.json"
-    assert train_tiny(tmp_path / "run", "--steps", "12", "--trace", str(trace)) == 0
-    assert len(steps_of(trace)) == 12
-    assert (tmp_path / "run/timeline.png").read_bytes().startswith(b"\x89PNG")
-    assert "Where the time of a few steps went" in (tmp_path / "run/report.html").read_text()
-    assert train_tiny(tmp_path / "run", "--steps", "12") == 0
-    assert not (tmp_path / "run/timeline.png").exists(), "the picture of an earlier run must not pass for this one's"
-
-
-@pytest.fixture
-def train_tiny() -> Callable[..., int]:
-    from tests.support.tiny_run import TINY
-
-    return lambda out, *options: main(["train", *TINY.split(), "--out", str(out), "--quiet", *options])

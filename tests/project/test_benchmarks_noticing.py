@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import noticing
-from benchmarks.training.model import DTYPES
 from benchmarks.training.config import ModelConfig
+from benchmarks.training.model import DTYPES
 
 SMALL = ModelConfig(layers=1, hidden=32, heads=2, kv_heads=1, mlp=64, sequence=32, vocabulary=64)
 

@@ -12,9 +12,9 @@ import pytest
 from benchmarks.adam.eight_bit_peers import PEERS, EightBitPeer
 from benchmarks.journal.sizes import plot_journal
 from benchmarks.memory.use import is_off
+from benchmarks.training.config import ModelConfig, TrainingConfig
 from superoffload import kernels
 from superoffload.tools.cli import EXIT_OK, EXIT_USAGE
-from benchmarks.training.config import ModelConfig, TrainingConfig
 from tests.support.benchmarks import bench as start
 
 SMALL = ["--quiet", "--json", "out.json", "--plot", "out.png"]

@@ -92,8 +92,8 @@ def test_parameters_agree_with_a_real_module() -> None:
     pytest.importorskip("torch", reason="needs torch: pip install torch")
     import torch
 
-    from benchmarks.training.model import build_model
     from benchmarks.training.config import ModelConfig
+    from benchmarks.training.model import build_model
 
     config = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, mlp=160, sequence=32)
     module = build_model(config, torch.float32, torch.float32, 0)

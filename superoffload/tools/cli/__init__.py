@@ -16,7 +16,7 @@ from superoffload import __version__
 from superoffload.errors import ArgumentError, SuperOffloadError
 from superoffload.host.untrusted import printable
 
-COMMANDS = ("doctor", "plan", "run")
+COMMANDS = ("verify", "doctor", "plan", "run")
 
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -29,7 +29,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"superoffload {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:
-        command = import_module(f"superoffload.tools.cli.{name}")
+        folder = "superoffload.tools" if name == "verify" else "superoffload.tools.cli"
+        command = import_module(f"{folder}.{name}")
         command.add_parser(subparsers).set_defaults(run=command.run)
     return parser
 
@@ -55,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(f"{error.name} is not installed, which this command needs: pip install {error.name}", EXIT_FAILED)
     except KeyboardInterrupt:
-        kept = "; metrics.jsonl holds the finished steps" if arguments[0] in _RUN_FOLDER_COMMANDS else ""
-        return _fail(f"interrupted{kept}", EXIT_INTERRUPTED)
+        return _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output went away (`| head`). Point stdout elsewhere, or flushing it at exit fails again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

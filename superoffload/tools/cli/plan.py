@@ -134,9 +134,9 @@ def settings_from(args: argparse.Namespace) -> Settings:
 
 
 def _draw(folder: Path, model: ModelShape, hardware: Any, settings: Settings) -> None:
+    from benchmarks.plots import PLOT_HINT, matplotlib_installed
     from superoffload.tools.output import naming_write_errors
     from superoffload.tools.plan.plan_plots import plot_memory, plot_throughput
-    from benchmarks.plots import PLOT_HINT, matplotlib_installed
 
     if not matplotlib_installed():
         raise ArgumentError(f"plots={folder}: {PLOT_HINT}")

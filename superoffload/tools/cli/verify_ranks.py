@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from superoffload.errors import ArgumentError
 from benchmarks.training.config import check_seed
+from superoffload.errors import ArgumentError
 
 if TYPE_CHECKING:
     from superoffload.tools.convergence.convergence_setup import Setup
@@ -88,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
 def _report(
     args: argparse.Namespace, setup: Setup, engine: str, count: int, hosts: int, compare: Callable[[], Result]
 ) -> int:
-    from superoffload.tools.output import check_writable, write_json
     from benchmarks.ranks.ranks_report import finish_ranks, ranks_summary
+    from superoffload.tools.output import check_writable, write_json
     from superoffload.tools.report.run_folder import RunFolder
 
     check_writable(args.json, "json")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from superoffload.errors import ArgumentError
 from benchmarks.training.config import ModelConfig
+from superoffload.errors import ArgumentError
 
 _SMALL = ModelConfig(layers=2, hidden=48, heads=4, kv_heads=2, mlp=128, sequence=32)
 

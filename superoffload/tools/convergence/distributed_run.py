@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from superoffload.tools.convergence.convergence_setup import Setup
-from superoffload.tools.convergence.engines import Engine, Step, make_engine, world
 from benchmarks.training.corpus import BatchSource, load_corpus
 from benchmarks.training.trainer import learning_rate_factor
+from superoffload.tools.convergence.convergence_setup import Setup
+from superoffload.tools.convergence.engines import Engine, Step, make_engine, world
 
 
 @dataclass

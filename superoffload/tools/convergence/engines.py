@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.training.model import DTYPES, Block, Transformer, build_model
 from superoffload.adamw import AdamW
 from superoffload.errors import ArgumentError
 from superoffload.host.tensors import is_dtensor, local_of
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.meshes import check_pairs
 from superoffload.tools.convergence.mixture import EXPERTS, put_experts
-from benchmarks.training.model import DTYPES, Block, Transformer, build_model
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from superoffload.host.tensors import is_dtensor
-from benchmarks.training.model import Linear, Transformer
 from benchmarks.training.config import ModelConfig
+from benchmarks.training.model import Linear, Transformer
+from superoffload.host.tensors import is_dtensor
 
 EXPERTS = 8
 PER_TOKEN = 2  # experts that each token goes to

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.training.model import Transformer
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.engines import BaseEngine, sharded
 from superoffload.tools.convergence.meshes import PAIR, mesh_of
-from benchmarks.training.model import Transformer
 
 
 class Stage(nn.Module):

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+from benchmarks.training.record import unclipped_steps
 from superoffload.distributed.launch import LocalRanks
 from superoffload.tools.convergence.compare import FEWEST_RUNS, ONE_PROCESS, Tolerance, stray, tolerance_of, unequal
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.distributed_run import Curve, run
 from superoffload.tools.convergence.engines import ON_DEMAND
-from benchmarks.training.record import unclipped_steps
 
 Say = Callable[[str], None]
 _ON_DEMAND_STEPS = 48

@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.training.model import Transformer
 from superoffload.tools.convergence.engines import BaseEngine, accumulating, reducing, sharded
 from superoffload.tools.convergence.meshes import PAIR, mesh_of
-from benchmarks.training.model import Transformer
 
 
 class TensorParallel(BaseEngine):

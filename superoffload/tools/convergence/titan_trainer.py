@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.training.config import ModelConfig
 from superoffload.host.tensors import is_dtensor, local_of
 from superoffload.integrations.torchtitan_on_cpus import prepare, without_flex_attention
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.engines import Step
 from superoffload.tools.convergence.meshes import PAIR
-from benchmarks.training.config import ModelConfig
 
 
 class Titan:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.training.model import DTYPES, build_model
 from superoffload.tools.convergence.convergence_setup import Setup
 from superoffload.tools.convergence.engines import Step, train_in_a_loop, world
-from benchmarks.training.model import DTYPES, build_model
 
 
 class Zero3:

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import style
 from superoffload.tools.plan.machines import GB, Hardware
 from superoffload.tools.plan.memory_estimate import Settings, check_fit, estimate_memory
 from superoffload.tools.plan.models import ModelShape, typical_shape
 from superoffload.tools.plan.step_time import estimate_step
-from benchmarks import style
 
 _TOKENS = tuple(1024 << power for power in range(8))
 _BILLIONS = (0.5, 1, 2, 4, 7, 10, 14, 20, 28, 40)
