@@ -13,7 +13,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from superoffload.errors import ArgumentError
@@ -122,8 +122,7 @@ def run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     with _ranks(args.device) as (device, rank, ranks), _deterministic():
         say: Callable[[str], None] = print if rank == 0 and not args.quiet else lambda text: None
-        result = _compare(args, device, rank, ranks, say)
-        result.problems, result.missing = _of_all_ranks(result, ranks)
+        result = _of_all_ranks(_compare(args, device, rank, ranks, say), ranks)
     if rank == 0:
         print(result.text(args.steps, ranks, time.perf_counter() - began))
         if args.json:
@@ -131,14 +130,14 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.passed else 1
 
 
-@dataclass
+@dataclass(frozen=True)
 class Result:
     """``missing``: ways for a bucket to end that did not occur, and so were not compared."""
 
-    problems: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    digests_compared: int = 0
-    stats: dict[str, Any] = field(default_factory=dict)
+    problems: list[str]
+    missing: list[str]
+    digests_compared: int
+    stats: dict[str, Any]
 
     @property
     def passed(self) -> bool:
@@ -182,7 +181,8 @@ class Result:
 
 def _compare(args: argparse.Namespace, device: Any, rank: int, ranks: int, say: Callable[[str], None]) -> Result:
     """Trains twice in lock-step and stops at the first difference, since all later steps differ with it."""
-    result = Result()
+    problems: list[str] = []
+    compared = 0
     one, other = (_Run(args, device, rank, ranks, speculation) for speculation in ("always", "never"))
     say(f"training {one.numel:,} {args.dtype} parameters twice on {device}, speculative and synchronous")
     try:
@@ -196,21 +196,20 @@ def _compare(args: argparse.Namespace, device: Any, rank: int, ranks: int, say: 
             if not problem and trouble.keeps_state and digests != before:
                 changed = ", ".join(part for part in digests if digests[part] != before[part])
                 problem = f"the step had to leave everything as it was, but {changed} changed"
-            result.digests_compared += len(digests)
+            compared += len(digests)
             say(f"step {step}/{args.steps}  loss {one.loss:.3f}  {'DIFFERENT' if problem else 'equal'}  {trouble}")
             # Together: a rank that stops alone would leave the others waiting.
             if any(_gathered(bool(problem), ranks)):
-                result.problems += [f"step {step} ({trouble}): {problem}"] if problem else []
+                problems += [f"step {step} ({trouble}): {problem}"] if problem else []
                 break
             before = digests
-        result.stats = one.optimizer.stats()
-        result.problems += _uncounted(result.stats, other.optimizer.stats())
-        if not result.problems:
-            result.missing = [name for name in ("speculated", *OUTCOMES) if not result.stats[f"buckets_{name}"]]
+        stats = one.optimizer.stats()
+        problems += _uncounted(stats, other.optimizer.stats())
     finally:
         one.optimizer.close()
         other.optimizer.close()
-    return result
+    missing = [name for name in ("speculated", *OUTCOMES) if not stats[f"buckets_{name}"]]
+    return Result(problems, [] if problems else missing, compared, stats)
 
 
 def _difference(one: _Run, other: _Run, digests: dict[str, str]) -> str:
@@ -431,13 +430,13 @@ def _gathered(value: Any, ranks: int) -> Sequence[Any]:
     return values
 
 
-def _of_all_ranks(result: Result, ranks: int) -> tuple[list[str], list[str]]:
-    """Returns every rank's problems, and what some rank did not exercise."""
+def _of_all_ranks(result: Result, ranks: int) -> Result:
+    """Adds every rank's problems, and what some rank did not exercise."""
     if ranks == 1:
-        return result.problems, result.missing
+        return result
     every = _gathered((result.problems, result.missing), ranks)
     problems = [f"rank {rank}: {problem}" for rank, (found, _) in enumerate(every) for problem in found]
-    return problems, sorted({name for _, missing in every for name in missing})
+    return replace(result, problems=problems, missing=sorted({name for _, missing in every for name in missing}))
 
 
 @contextmanager

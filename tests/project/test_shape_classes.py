@@ -110,7 +110,6 @@ ASSIGNED: dict[str, tuple[str, tuple[str, ...]]] = {
     "step": ("torch: a schedule gets its batch in another form than torchtitan gives it", TORCHTITAN_ON_CPUS),
     "superoffload_steps_it": ("DeepSpeed: its function that clips gets parameters alone", STAGE3_OPTIMIZER),
     "way_back": ("torch: what an autograd function keeps for backward", ("tools/convergence/expert_parallel.py",)),
-    "weight": ("torch: ties two layers", ("tools/train/model.py",)),
 }
 
 
