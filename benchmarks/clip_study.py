@@ -20,10 +20,8 @@ from typing import Any
 from benchmarks.facts import machine_facts, version_facts
 from benchmarks.training.config import ModelConfig, TrainingConfig
 from benchmarks.training.corpus import load_corpus
-from benchmarks.training.digests import torch_threads
-from benchmarks.training.injection import parse_injection
-from benchmarks.training.record import StepRecord
-from benchmarks.training.trainer import Trainer
+from benchmarks.training.repeatable import torch_threads
+from benchmarks.training.trainer import StepRecord, Trainer
 
 WINDOW = 100
 COUNTED = ("steps", "clipped_steps", "buckets_speculated", "buckets_committed", "buckets_replayed", "buckets_undone",
@@ -40,11 +38,11 @@ def study(lr: float, args: argparse.Namespace) -> dict[str, Any]:
     corpus = load_corpus(None, model.sequence)
     rows: list[dict[str, Any]] = []
     began = time.perf_counter()
-    with Trainer(config, corpus, parse_injection("", config.steps)) as trainer:
+    with Trainer(config, corpus) as trainer:
         before, window = trainer.optimizer.stats(), list[StepRecord]()
         speculating = 0
         for step in range(1, config.steps + 1):
-            record = trainer.train_step(step)
+            record = trainer.train_step()
             window.append(record)
             speculating += record.counters["buckets_speculated"] > 0
             if step % WINDOW == 0:
@@ -68,7 +66,7 @@ def _row(
     step: int, window: Sequence[StepRecord], before: dict[str, Any], after: dict[str, Any], speculating: int
 ) -> dict[str, Any]:
     counts = {name: after[name] - before[name] for name in COUNTED}
-    norms = [record.grad_norm for record in window if record.grad_norm is not None]
+    norms = [record.grad_norm for record in window]
     speculated = counts["buckets_speculated"]
     return {
         "step": step,

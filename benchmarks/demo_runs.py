@@ -29,7 +29,7 @@ def measure(args: argparse.Namespace, runs: int, work: Measure, plot: Plot) -> d
     from tqdm import tqdm
 
     from benchmarks.training.corpus import load_corpus
-    from benchmarks.training.digests import deterministic_torch
+    from benchmarks.training.repeatable import deterministic_torch
 
     facts = command.begin(args)
     corpus = load_corpus(args.data, config.model.sequence)

@@ -124,7 +124,7 @@ def _machine(args: argparse.Namespace, folder: Path) -> list[Any]:
     ours = [sys.executable, "-m", "superoffload"]
     quick = ["--numel", "16384", "--sizes", "--seconds", "0.1"] if args.toy else ["--seconds", "10"]
     threads = [str(count) for count in range(1, len(allowed_cpus()) + 1)]
-    adam = [*ours, "bench", "adam", "--quiet", *quick, "--threads", *threads, "--json", RESULT_PATH]
+    adam = [sys.executable, "-m", "benchmarks.adam", "--quiet", *quick, "--threads", *threads, "--json", RESULT_PATH]
     doctor = [*ours, "doctor", *(["--no-bandwidth"] if args.toy else []), "--json", RESULT_PATH]
     settings = {"what": "machine", "threads": threads, "quick": quick}
     return [

@@ -16,7 +16,6 @@ from benchmarks import style
 from benchmarks.state.accuracy import axes_over_steps
 from benchmarks.training.config import TrainingConfig
 from benchmarks.training.corpus import Corpus
-from benchmarks.training.injection import Injection, parse_injection
 from benchmarks.training.trainer import Trainer
 from superoffload.tools.plan.explanations import JOURNAL_USED_BYTES
 
@@ -36,18 +35,15 @@ def run_journal(
 
 def _run(config: TrainingConfig, corpus: Corpus, factor: float, on_step: Callable[[str, int], None]) -> Row:
     name = "no clipping" if factor == 1 else f"gradients {factor:g} times the clipped ones"
-    injection = (
-        Injection(()) if factor == 1 else parse_injection(f"clip@2-{config.steps}:{1 / factor}x:late", config.steps)
-    )
     settings = config.replace(speculation="always", max_grad_norm=None)
     sizes: list[float | None] = []
-    with Trainer(settings, corpus, injection) as trainer:
+    with Trainer(settings, corpus, None if factor == 1 else 1 / factor) as trainer:
         numel = sum(parameter.numel() for parameter in trainer.model.parameters())
         before = trainer.optimizer.stats()
         losses = []
         early = before  # stats() after step SETTLED_AFTER
         for step in range(1, config.steps + 1):
-            losses.append(trainer.train_step(step).loss)
+            losses.append(trainer.train_step().loss)
             now = trainer.optimizer.stats()
             speculated = now["buckets_speculated"] > before["buckets_speculated"]
             sizes.append(now["journal_bytes_per_param"] if speculated else None)

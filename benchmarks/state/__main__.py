@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from benchmarks.state.accuracy import plot_state, run_state
-    from benchmarks.training.digests import deterministic_torch
+    from benchmarks.training.repeatable import deterministic_torch
     from superoffload.tools.output import write_json
 
     facts = command.begin(args)

@@ -24,6 +24,7 @@ from benchmarks.planned_and_published import PARAMETERS_WITHOUT_EMBEDDINGS
 from superoffload.distributed.launch import LocalRanks
 from superoffload.host.environment import DEVICE_TIMEOUT
 from superoffload.tools.cli import build_parser
+from tests.support.benchmarks import parser_of
 
 
 def toy(out: Path, *more: str) -> list[str]:
@@ -146,6 +147,8 @@ def test_everything_is_in_the_list_and_can_be_started(tmp_path: Path) -> None:
     for job in jobs:
         if job.command[1:3] == ["-m", "superoffload"]:
             build_parser().parse_args(list(job.command[3:]))
+        elif job.command[2] == "benchmarks.adam":
+            parser_of("adam").parse_args(list(job.command[3:]))
     adam = by_key["adam on every number of cores"].command
     counts = adam[adam.index("--threads") + 1 : adam.index("--json")]
     assert list(map(int, counts)) == list(range(1, len(counts) + 1))
