@@ -39,10 +39,10 @@ CHECKED := checkpoints/safetensors checkpoints/saving engine/bucket_fates engine
     optimizer/delivery optimizer/delivery_readers optimizer/edited_gradients optimizer/grad_scaler \
     optimizer/hyper_parameters optimizer/masters optimizer/metrics optimizer/parameter_writes \
     optimizer/second_backward optimizer/timeline optimizer/unknown_arguments optimizer/unusual_parameters \
-    project/docs project/packaging project/public_names project/recorded_figures tools/plan tools/plan_advice \
+    project/docs project/packaging project/public_names project/readme tools/plan tools/plan_advice \
     tools/plan_machines tools/verify tools/command_line
 TARGETS := demo test check docs build lint types format native-test clang-test sanitize-addresses sanitize-threads \
-    sanitize arm-test arm-python-test old-cpu-test grace cuda-kernels old-deepspeed-test fresh-clone-test release-test \
+    sanitize arm-test arm-python-test old-cpu-test grace cuda-kernels old-deepspeed-test benchmarks-test fresh-clone-test release-test \
     gpu-extension slot clean
 
 .DEFAULT_GOAL := help
@@ -213,7 +213,11 @@ $(OLD_DEEPSPEED)/.installed: $(VENV)/.test-requirements
 # Everything, before a release and after a change to csrc. `.ci/run` takes turns with what takes long.
 release-test: lint types docs native-test clang-test sanitize arm-python-test
 	$(MAKE) arm-test ARM_VARIANT=shipped
-	$(MAKE) old-cpu-test grace cuda-kernels test old-deepspeed-test fresh-clone-test
+	$(MAKE) old-cpu-test grace cuda-kernels test old-deepspeed-test benchmarks-test fresh-clone-test
+
+# Every benchmark on little, to see that it works.
+benchmarks-test: $(VENV)/.test-ready
+	$(BIN)/python -m benchmarks.all --quick --quiet --out $$(mktemp -d)
 
 fresh-clone-test:
 	PYTHON=$(PYTHON) .ci/fresh-clone
