@@ -48,7 +48,7 @@ _PEER_SOURCES = (
     *_suite_files(
         "child", "contestants", "deepspeed_contestants", "devices", "fsdp2_contestants", "settings", "training"
     ),
-    "superoffload/tools/train",
+    "benchmarks/training",
 )
 _OUR_SOURCES = (
     *PACKAGE,
