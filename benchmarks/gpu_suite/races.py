@@ -190,7 +190,7 @@ class Delays:
 
 def _on_ranks(device: str, variant: Variant, seeds: Sequence[int], ranks: int, steps: int) -> list[str]:
     """Runs ranks that share the device over gloo, with DistributedDataParallel; returns their fingerprints joined."""
-    from superoffload.distributed.launch import LocalRanks
+    from tests.convergence.local_ranks import LocalRanks
 
     with LocalRanks(ranks) as group:
         found = group.run(_runs, device, variant, list(seeds), steps)

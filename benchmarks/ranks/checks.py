@@ -37,7 +37,7 @@ class Workload:
 
 def run_ranks(workload: Workload, ranks: int) -> list[dict[str, Any]]:
     """Returns a row per contestant; per step the slowest rank counts."""
-    from superoffload.distributed.launch import LocalRanks
+    from tests.convergence.local_ranks import LocalRanks
 
     with LocalRanks(ranks) as local:
         measured = local.run(measure_rank, workload, limit=550.0)
@@ -102,8 +102,8 @@ class _Entrant:
     """Trains one FSDP2 model, with clocks around the checks."""
 
     def __init__(self, check: str, workload: Workload) -> None:
-        from superoffload.tools.convergence.convergence_setup import Setup
-        from superoffload.tools.convergence.engines import Fsdp2
+        from tests.convergence.engines import Fsdp2
+        from tests.convergence.setup import Setup
 
         setup = Setup(
             model=workload.model, dtype=workload.dtype, rank_check=check, bucket_numel=1 << 18, micro_batches=1

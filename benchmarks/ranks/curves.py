@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.facts import machine_facts, version_facts
-from benchmarks.ranks.ranks_report import plot_curves
-from superoffload.tools.convergence.compare import Tolerance
-from superoffload.tools.convergence.convergence_setup import Setup
-from superoffload.tools.convergence.suite import verify_ranks
+from tests.convergence.compare import Tolerance
+from tests.convergence.plot import plot_curves
+from tests.convergence.setup import Setup
+from tests.convergence.suite import verify_ranks
 
 
 def main() -> int:

@@ -37,8 +37,8 @@ class Workload:
 
 def run_meshes(workload: Workload, ranks: int) -> list[dict[str, Any]]:
     """Returns a row per mesh; of each optimizer and each step the slowest rank counts."""
-    from superoffload.distributed.launch import LocalRanks
-    from superoffload.tools.convergence.meshes import check_pairs
+    from tests.convergence.local_ranks import LocalRanks
+    from tests.convergence.meshes import check_pairs
 
     for engine in ENGINES.values():
         check_pairs(engine, ranks)
@@ -122,7 +122,7 @@ def measure_rank(workload: Workload) -> dict[str, _Found]:
 def _turn(name: str, workload: Workload, found: _Found, *, steps: int) -> None:
     """Makes an optimizer and takes steps with it."""
     from superoffload.distributed.session import RankSession
-    from superoffload.tools.convergence.engines import BaseEngine, make_engine, setup_for
+    from tests.convergence.engines import BaseEngine, make_engine, setup_for
 
     made, told, exchanged = _Clock(), _Clock(), _Clock()
     with made.around(BaseEngine, "make_optimizer"), told.around(RankSession, "add"):
@@ -140,8 +140,8 @@ def _turn(name: str, workload: Workload, found: _Found, *, steps: int) -> None:
 def _setup(workload: Workload) -> Any:
     import torch.distributed as dist
 
-    from superoffload.tools.convergence.convergence_setup import Setup
-    from superoffload.tools.convergence.meshes import PAIR
+    from tests.convergence.meshes import PAIR
+    from tests.convergence.setup import Setup
 
     batch = workload.rows * dist.get_world_size() // PAIR  # a pipeline must know it beforehand
     return Setup(model=workload.model, batch=batch, micro_batches=_MICRO_BATCHES, bucket_numel=1 << 18)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from on_cpus import without_flex_attention
 from torch.utils.data import IterableDataset
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import ParallelAwareDataloader
@@ -20,7 +21,6 @@ from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.models import deepseek_v3, llama3
 
 from superoffload.integrations.torchtitan import Trainer
-from superoffload.integrations.torchtitan_on_cpus import without_flex_attention
 
 LAYERS = 4
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from superoffload import AdamW, checkpoints
-from superoffload.distributed.launch import PRELOAD
+from tests.convergence.local_ranks import PRELOAD
 from tests.support.adamw_training import batch, model_of
 from tests.support.compatibility import compat
 from tests.support.fake_cuda import Fake

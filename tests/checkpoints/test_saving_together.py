@@ -15,8 +15,8 @@ import torch
 from superoffload import AdamW, checkpoints
 from superoffload.checkpoints.folder import finished
 from superoffload.checkpoints.safetensors import TensorFile, TensorReader
-from superoffload.distributed.launch import PRELOAD
 from superoffload.errors import ArgumentError, DiskError, StateError
+from tests.convergence.local_ranks import PRELOAD
 from tests.support.adamw_training import batch, model_of
 from tests.support.saved_runs import break_locks
 

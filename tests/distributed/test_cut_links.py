@@ -22,9 +22,9 @@ import torch.distributed as dist
 from superoffload import AdamW
 from superoffload.checkpoints import save
 from superoffload.distributed.group import Exchange
-from superoffload.distributed.launch import LocalRanks, Outcome
 from superoffload.distributed.roll_call import RollCall
 from superoffload.distributed.session import RankSession
+from tests.convergence.local_ranks import LocalRanks, Outcome
 from tests.support.rank_processes import BF16, flat_mesh, net, shard, tokens_of
 from tests.support.two_hosts import ADDRESSES, HOSTS, Link, cut, join_world, missing_for_namespaces
 

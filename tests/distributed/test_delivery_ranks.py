@@ -20,8 +20,8 @@ from superoffload.engine.bucket_state import BucketState
 from superoffload.engine.speculation_schedule import Schedule
 from superoffload.engine.tail import Tail
 from superoffload.optimizer import module_hooks
-from superoffload.tools.convergence.convergence_setup import Setup
-from superoffload.tools.convergence.suite import delivered_unlike
+from tests.convergence.setup import Setup
+from tests.convergence.suite import delivered_unlike
 from tests.support.compatibility import compat
 from tests.support.fsdp2_cases import CLIPPED, POISONED, Case, build, poison
 from tests.support.layouts import layouts

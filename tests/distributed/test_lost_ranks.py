@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 from superoffload import AdamW
 from superoffload.distributed.group import _GROUPS
 from superoffload.distributed.hosts import Hosts
-from superoffload.distributed.launch import LocalRanks, Outcome
 from superoffload.distributed.roll_call import RollCall
 from superoffload.distributed.session import RankSession
 from superoffload.errors import RankError
+from tests.convergence.local_ranks import LocalRanks, Outcome
 from tests.support.rank_processes import BF16, Net, flat_mesh, net, optimizer_of, shard, tokens_of
 
 TIMEOUT = 5.0

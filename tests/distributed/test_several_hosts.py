@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from superoffload import AdamW
 from superoffload.distributed.hosts import Hosts
-from superoffload.distributed.launch import LocalRanks
 from superoffload.distributed.session import RankSession
 from superoffload.errors import RankError
+from tests.convergence.local_ranks import LocalRanks
 from tests.support.rank_processes import BF16, net, shard, tokens_of
 from tests.support.two_hosts import ADDRESSES, HOSTS, Link, cut, dropped, join_world, missing_for_namespaces, slow
 

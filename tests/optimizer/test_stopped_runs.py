@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from superoffload import AdamW, checkpoints
-from superoffload.distributed.launch import PRELOAD
 from superoffload.engine.speculation_schedule import Schedule
+from tests.convergence.local_ranks import PRELOAD
 from tests.support.adamw_training import batch, model_of, pair, run_python, train
 from tests.support.checkout import ROOT
 from tests.support.host_link import over_host_link

@@ -21,9 +21,9 @@ from benchmarks.gpu_suite.rows import SMOKE
 from benchmarks.gpu_suite.settings import parameters_of
 from benchmarks.jobs import LEFT, check_keys
 from benchmarks.planned_and_published import PARAMETERS_WITHOUT_EMBEDDINGS
-from superoffload.distributed.launch import LocalRanks
 from superoffload.host.environment import DEVICE_TIMEOUT
 from superoffload.tools.cli import build_parser
+from tests.convergence.local_ranks import LocalRanks
 from tests.support.benchmarks import parser_of
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from superoffload import AdamW, checkpoints
-from superoffload.distributed.launch import PRELOAD
 from superoffload.errors import DiskError, SuperOffloadError
+from tests.convergence.local_ranks import PRELOAD
 from tests.support import power_cuts
 from tests.support.adamw_training import batch, model_of
 from tests.support.disk_faults import KILL, KILLED, SHORT, TEAR, Record, Watch

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from superoffload import AdamW
-from superoffload.tools.convergence.tensor_parallel import parallelize
+from tests.convergence.tensor_parallel import parallelize
 from tests.support.meshes import LAYOUTS, VOCABULARY, WIDTH, Model, Trained, options_of, poison, run, whole, whole_model
 from tests.support.rank_processes import mesh_of, tokens_of
 

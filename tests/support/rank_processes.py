@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from superoffload import AdamW
-from superoffload.distributed.launch import LocalRanks
-from superoffload.tools.convergence.tensor_parallel import parallelize
+from tests.convergence.local_ranks import LocalRanks
+from tests.convergence.tensor_parallel import parallelize
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _pools: dict[tuple[int, int], LocalRanks] = {}

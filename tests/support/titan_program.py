@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from superoffload.integrations.torchtitan_on_cpus import prepare
+from examples.torchtitan.on_cpus import prepare
 from superoffload.metrics import Monitor
 from tests.support.checkout import ROOT
 

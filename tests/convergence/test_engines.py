@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from superoffload.distributed.launch import LocalRanks
 from superoffload.errors import ArgumentError, SuperOffloadError
-from superoffload.tools.convergence.compare import SAFETY, Tolerance, stray, tolerance_of, unequal
-from superoffload.tools.convergence.convergence_setup import Setup
-from superoffload.tools.convergence.distributed_run import Curve, run
-from superoffload.tools.convergence.engines import ENGINES, setup_for
-from superoffload.tools.convergence.suite import single_runs
-from tests.support.faulty_runs import mutated
+from tests.convergence.compare import SAFETY, Tolerance, stray, tolerance_of, unequal
+from tests.convergence.distributed_run import Curve, run
+from tests.convergence.engines import ENGINES, setup_for
+from tests.convergence.faulty_runs import mutated
+from tests.convergence.local_ranks import LocalRanks
+from tests.convergence.setup import Setup
+from tests.convergence.suite import single_runs
 from tests.support.rank_faults import IN_THE_LOOP
 from tests.support.rank_processes import pool, side_by_side
 
@@ -29,7 +29,7 @@ def in_turn(engine: str, *more: object) -> Any:
     return pytest.param(engine, *more, marks=marks)
 
 
-# Long after the last trouble and the last late clip, and long enough to learn; `verify` trains for 200 steps.
+# Long after the last trouble and the last late clip, and long enough to learn; the command trains for 200 steps.
 REAL = Setup(steps=80)
 # In fp32 the order of summation changes next to nothing, so that even one bucket stepped twice in one step stands out.
 SHARP = Setup(
@@ -57,9 +57,15 @@ def train(count: int, setup: Setup, engine: str, speculation: str) -> list[Curve
 
 @pytest.mark.parametrize(
     ("engine", "count"),
-    [in_turn("ddp", 2), *(in_turn(engine, count) for engine in ("fsdp2", "tp", "pp", "ep") for count in (2, 4))],
+    [
+        in_turn("ddp", 2),
+        in_turn("deepspeed", 2),
+        *(in_turn(engine, count) for engine in ("fsdp2", "tp", "pp", "ep") for count in (2, 4)),
+    ],
 )
 def test_ranks_converge_as_one_process(engine: str, count: int) -> None:
+    if engine == "deepspeed":
+        pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed==0.19.8")
     real = setup_for(engine, REAL)
     # As many rows in a backward as on two ranks: half the time. A pipeline of two stages needs two micro-batches.
     setup = replace(real, micro_batches=1) if count == 4 and engine != "pp" else real
@@ -128,7 +134,7 @@ def test_unknown_engines_are_refused() -> None:
 
 
 def test_engines_that_are_not_installed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("superoffload.tools.convergence.engines.find_spec", lambda name: None)
+    monkeypatch.setattr("tests.convergence.engines.find_spec", lambda name: None)
     with pytest.raises(ArgumentError, match="engine=deepspeed: deepspeed is not installed; pip install deepspeed=="):
         run(SHARP, "deepspeed", "never")
     with pytest.raises(ArgumentError, match="engine=titan: torchtitan is not installed; pip install --no-deps -r req"):

@@ -41,6 +41,7 @@ class Setup:
     rank_check: Any = "light"
     delivery: str = "eager"
     experts: int = 0
+    device: str = "cpu"
 
     def for_ranks(self, count: int) -> Setup:
         """Returns this setup with the next larger global batch that so many ranks can cut alike."""

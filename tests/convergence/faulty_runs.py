@@ -1,4 +1,4 @@
-"""Runs of `superoffload verify` on several ranks in which a fault of ``rank_faults`` is planted."""
+"""Runs of several ranks in which a fault of ``rank_faults`` is planted."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest import mock
 
-from superoffload.tools.convergence.convergence_setup import Setup
-from superoffload.tools.convergence.distributed_run import Curve, run
-from superoffload.tools.convergence.engines import Engine, make_engine
+from tests.convergence.distributed_run import Curve, run
+from tests.convergence.engines import Engine, make_engine
+from tests.convergence.setup import Setup
 from tests.support.rank_faults import FAULTS
 
 FAULT_STEP = 12

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from benchmarks.training.record import unclipped_steps
-from superoffload.distributed.launch import LocalRanks
-from superoffload.tools.convergence.compare import FEWEST_RUNS, ONE_PROCESS, Tolerance, stray, tolerance_of, unequal
-from superoffload.tools.convergence.convergence_setup import Setup
-from superoffload.tools.convergence.distributed_run import Curve, run
-from superoffload.tools.convergence.engines import ON_DEMAND
+from tests.convergence.compare import FEWEST_RUNS, ONE_PROCESS, Tolerance, stray, tolerance_of, unequal
+from tests.convergence.distributed_run import Curve, run
+from tests.convergence.engines import ON_DEMAND
+from tests.convergence.local_ranks import LocalRanks
+from tests.convergence.setup import Setup
 
 Say = Callable[[str], None]
 _ON_DEMAND_STEPS = 48
@@ -136,7 +135,7 @@ def judge_fates(result: Result, setup: Setup) -> None:
             result.problems.append(f"no bucket was {fate}, so that fate was not compared; take more steps")
     if stats["buckets_committed"]:
         return
-    if unclipped := unclipped_steps(stats):
+    if unclipped := stats["steps"] - stats["clipped_steps"]:
         result.problems.append(f"{unclipped} steps were not clipped, and yet no bucket was committed in any of them")
     elif not result.problems:
         result.leave_open(

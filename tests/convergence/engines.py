@@ -19,9 +19,9 @@ from benchmarks.training.model import DTYPES, Block, Transformer, build_model
 from superoffload.adamw import AdamW
 from superoffload.errors import ArgumentError
 from superoffload.host.tensors import is_dtensor, local_of
-from superoffload.tools.convergence.convergence_setup import Setup
-from superoffload.tools.convergence.meshes import check_pairs
-from superoffload.tools.convergence.mixture import EXPERTS, put_experts
+from tests.convergence.meshes import check_pairs
+from tests.convergence.mixture import EXPERTS, put_experts
+from tests.convergence.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class BaseEngine:
         model = build_model(setup.model, DTYPES[setup.dtype], torch.float32, setup.seed)
         if setup.experts:
             put_experts(model, setup.experts, setup.seed)
-        return model
+        return model.to(setup.device)
 
     def wrap(self, model: Any) -> nn.Module:
         wrapped: nn.Module = model
@@ -290,13 +290,13 @@ ENGINES: dict[str, type[Any] | str] = {
     "single": Single,
     "fsdp2": Fsdp2,
     "ddp": Ddp,
-    "tp": "superoffload.tools.convergence.tensor_parallel:TensorParallel",
-    "pp": "superoffload.tools.convergence.pipeline_stages:PipelineStages",
-    "ep": "superoffload.tools.convergence.expert_parallel:ExpertParallel",
-    "deepspeed": "superoffload.tools.convergence.zero3:Zero3",
-    "titan": "superoffload.tools.convergence.titan_trainer:Titan",
+    "tp": "tests.convergence.tensor_parallel:TensorParallel",
+    "pp": "tests.convergence.pipeline_stages:PipelineStages",
+    "ep": "tests.convergence.expert_parallel:ExpertParallel",
+    "deepspeed": "tests.convergence.zero3:Zero3",
+    "titan": "tests.convergence.titan_trainer:Titan",
     "plain-fsdp2": PlainFsdp2,
-    "plain-titan": "superoffload.tools.convergence.titan_trainer:PlainTitan",
+    "plain-titan": "tests.convergence.titan_trainer:PlainTitan",
 }
 CHOICES = [name for name in ENGINES if not name.startswith("plain-")]  # the others are what these are compared with
 # Name -> module, and how to install it.

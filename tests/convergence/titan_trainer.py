@@ -3,7 +3,7 @@
 Its configuration alone decides between ``superoffload.AdamW`` and torchtitan's own AdamW, shards with ``fully_shard``
 over all ranks, and on four or more ranks in pairs adds tensor parallelism over two. Clipping, accumulation, learning
 rates, loss and norm are torchtitan's too. Ours are the text, the trouble, and what
-superoffload.integrations.torchtitan_on_cpus changes so that torchtitan runs on processors.
+examples.torchtitan.on_cpus changes so that torchtitan runs on processors.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.training.config import ModelConfig
+from examples.torchtitan.on_cpus import prepare, without_flex_attention
 from superoffload.host.tensors import is_dtensor, local_of
-from superoffload.integrations.torchtitan_on_cpus import prepare, without_flex_attention
-from superoffload.tools.convergence.convergence_setup import Setup
-from superoffload.tools.convergence.engines import Step
-from superoffload.tools.convergence.meshes import PAIR
+from tests.convergence.engines import Step
+from tests.convergence.meshes import PAIR
+from tests.convergence.setup import Setup
 
 
 class Titan:

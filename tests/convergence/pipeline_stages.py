@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.training.model import Transformer
-from superoffload.tools.convergence.convergence_setup import Setup
-from superoffload.tools.convergence.engines import BaseEngine, sharded
-from superoffload.tools.convergence.meshes import PAIR, mesh_of
+from tests.convergence.engines import BaseEngine, sharded
+from tests.convergence.meshes import PAIR, mesh_of
+from tests.convergence.setup import Setup
 
 
 class Stage(nn.Module):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from benchmarks.training.corpus import BatchSource, load_corpus
 from benchmarks.training.trainer import learning_rate_factor
-from superoffload.tools.convergence.convergence_setup import Setup
-from superoffload.tools.convergence.engines import Engine, Step, make_engine, world
+from tests.convergence.engines import Engine, Step, make_engine, world
+from tests.convergence.setup import Setup
 
 
 @dataclass
@@ -44,12 +44,16 @@ def run(setup: Setup, name: str, speculation: str, *, order: int = 0) -> Curve:
     curve = Curve(speculation)
     rank, count = world() if name != "single" else (0, 1)
     corpus = load_corpus(None, setup.model.sequence, setup.corpus_bytes)
+    if setup.device == "cuda":
+        torch.use_deterministic_algorithms(True)
     batches = BatchSource(corpus.train, setup.batch, setup.model.sequence, setup.seed + 1)
     engine = make_engine(name, setup, speculation)
     share = engine.share if name != "single" else (0, 1)
     try:
         for step in range(1, setup.steps + 1):
-            micro_batches = _share(batches.next(), setup, share, order * 100_003 + step if order else 0)
+            micro_batches = _share(
+                batches.next().to(setup.device), setup, share, order * 100_003 + step if order else 0
+            )
             try:
                 _step(engine, setup, step, micro_batches, rank, count, curve)
             except Exception as error:
@@ -66,7 +70,7 @@ def _share(tokens: Tensor, setup: Setup, share: tuple[int, int], order: int) -> 
     if not order:
         return tokens[setup.rows(*share)].chunk(setup.micro_batches)
     generator = torch.Generator().manual_seed(order)
-    shuffled = tokens[torch.randperm(len(tokens), generator=generator)]
+    shuffled = tokens[torch.randperm(len(tokens), generator=generator).to(tokens.device)]
     # As many backward passes as several ranks would make, to sum as many rounded gradients.
     return shuffled[setup.rows(*share)].chunk(setup.micro_batches * (1, 2, 4)[order % 3])
 

@@ -12,27 +12,35 @@ import torch
 import torch.distributed as dist
 
 from superoffload.distributed.group import GLOO_HINT, rank_timeout
-from superoffload.distributed.launch import Outcome
 from superoffload.errors import RankError, SuperOffloadError
+from tests.convergence.local_ranks import Outcome
 
 _LONGEST = timedelta(hours=2)
 
 
 class LaunchedRanks:
     """Runs one function after the other on all ranks, over gloo, as ``LocalRanks`` does on its own; every rank calls
-    the same methods. Close it, or use ``with``."""
+    the same methods. With ``device`` cuda, each rank has the GPU of its local number, and tensors there go over NCCL.
+    Close it, or use ``with``."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         torch.set_num_threads(1)  # as LocalRanks: sums have the same order
+        if device == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which deterministic algorithms need
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         try:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=rank_timeout(None)))
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=rank_timeout(None))
+            )
         except RuntimeError as error:
             meeting = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
             raise RankError(
                 f"rank {os.environ['RANK']} on {socket.gethostname()} could not join the other ranks at {meeting}: "
                 f"{str(error).splitlines()[0]}. {GLOO_HINT}"
             ) from error
-        self._patient = dist.new_group(timeout=_LONGEST)  # ranks wait there for those that have more to do
+        self._patient = dist.new_group(
+            timeout=_LONGEST, backend="gloo"
+        )  # ranks wait there for those that have more to do
         self.count = dist.get_world_size()
         self.leads = dist.get_rank() == 0
         self.hosts = len(set(self._gather(socket.gethostname())))

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.training.model import Transformer
-from superoffload.tools.convergence.engines import BaseEngine, reducing, sharded
-from superoffload.tools.convergence.meshes import PAIR, mesh_of
-from superoffload.tools.convergence.mixture import Compute, Experts
+from tests.convergence.engines import BaseEngine, reducing, sharded
+from tests.convergence.meshes import PAIR, mesh_of
+from tests.convergence.mixture import Compute, Experts
 
 
 class ExpertParallel(BaseEngine):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from superoffload.errors import SuperOffloadError
-from superoffload.tools.convergence.distributed_run import Curve
+from tests.convergence.distributed_run import Curve
 
 FEWEST_RUNS = 5
 ONE_PROCESS = "one process"

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.training.model import Transformer
-from superoffload.tools.convergence.engines import BaseEngine, accumulating, reducing, sharded
-from superoffload.tools.convergence.meshes import PAIR, mesh_of
+from tests.convergence.engines import BaseEngine, accumulating, reducing, sharded
+from tests.convergence.meshes import PAIR, mesh_of
 
 
 class TensorParallel(BaseEngine):

@@ -1,4 +1,4 @@
-"""`superoffload verify` under torchrun, on two hosts."""
+"""The command under torchrun, on two hosts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.two_hosts import ADDRESSES, HOSTS, Link, missing_for_namespac
 
 pytestmark = pytest.mark.skipif(missing_for_namespaces() is not None, reason=str(missing_for_namespaces()))
 
-VERIFY = ("-m", "superoffload", "verify")
+COMPARE = ("-m", "tests.convergence")
 
 
 def ended(programs: list[Any], seconds: float) -> list[tuple[int, str, str]]:
@@ -44,27 +44,27 @@ def test_ranks_on_two_hosts_are_verified(ranks: int, engine: str, tmp_path: Path
     """Over a link of 50 Mbit/s."""
     with Link() as link:
         slow(link.names, megabits=50, queue=1 << 20)
-        ends = torchrun(link, ranks, *VERIFY, "--engine", engine, "--steps", "52", "--out", str(tmp_path))
+        ends = torchrun(link, ranks, *COMPARE, "--engine", engine, "--steps", "52", "--json", str(tmp_path / "x.json"))
     assert [code for code, *_ in ends] == [0, 0], ends
     assert f"verified: {ranks} ranks on 2 hosts with {engine}, 52 steps" in ends[0][2], ends
     assert "verified" not in ends[1][2], "one report is enough"
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = json.loads((tmp_path / "x.json").read_text())
     assert summary["passed"] and (summary["ranks"], summary["hosts"]) == (ranks, 2)
 
 
 def alone(link: Link, *options: str, **environment: str) -> list[tuple[int, str, str]]:
     """One rank per host, without a launcher's own messages. gloo may wait five times as long as it is told to."""
     common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **environment}
-    return ended([on_host(link.names, h, *VERIFY, *options, RANK=str(h), **common) for h in range(2)], 100.0)
+    return ended([on_host(link.names, h, *COMPARE, *options, RANK=str(h), **common) for h in range(2)], 100.0)
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_refusals() -> None:
     with Link() as link:
-        ends = alone(link, "--ranks", "4", "--out", str(tmp_path))
+        ends = alone(link, "--ranks", "4")
         assert all(code == 2 and "ranks=4: 2 ranks were launched (WORLD_SIZE)" in error for code, error, _ in ends), (
             ends
         )
-        ends = alone(link, "--out", str(tmp_path / "sub"), GLOO_SOCKET_IFNAME="lo", SUPEROFFLOAD_RANK_TIMEOUT="2")
+        ends = alone(link, GLOO_SOCKET_IFNAME="lo", SUPEROFFLOAD_RANK_TIMEOUT="2")
     for host, (code, error, _) in enumerate(ends):
         assert code != 0 and f"rank {host} on {HOSTS[host]} could not join the other ranks at {ADDRESSES[0]}" in error
         assert "GLOO_SOCKET_IFNAME" in error

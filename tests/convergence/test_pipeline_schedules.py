@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from superoffload.tools.convergence import pipeline_stages
-from superoffload.tools.convergence.compare import unequal
-from superoffload.tools.convergence.convergence_setup import Setup
-from superoffload.tools.convergence.distributed_run import Curve, run
-from superoffload.tools.convergence.pipeline_stages import PipelineStages
+from tests.convergence import pipeline_stages
+from tests.convergence.compare import unequal
+from tests.convergence.distributed_run import Curve, run
+from tests.convergence.pipeline_stages import PipelineStages
+from tests.convergence.setup import Setup
 from tests.support.rank_processes import pool
 
 SHORT = Setup(steps=12, nan_step=7, inf_step=9, late_clips=(8, 11), digest_every=3)

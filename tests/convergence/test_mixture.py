@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.training.config import ModelConfig
-from superoffload.tools.convergence.mixture import PER_TOKEN, Mixture
+from tests.convergence.mixture import PER_TOKEN, Mixture
 
 EXPERTS = 5
 

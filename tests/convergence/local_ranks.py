@@ -1,4 +1,4 @@
-"""Runs several ranks on this machine, over gloo and the loopback device, for `verify --ranks` and the tests."""
+"""Runs several ranks on this machine, over gloo and the loopback device, for tests.convergence and other tests."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.training.model import DTYPES, build_model
-from superoffload.tools.convergence.convergence_setup import Setup
-from superoffload.tools.convergence.engines import Step, train_in_a_loop, world
+from tests.convergence.engines import Step, train_in_a_loop, world
+from tests.convergence.setup import Setup
 
 
 class Zero3:
