@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"superoffload {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:
-        command = import_module(f"superoffload.tools.cli.{name}")
+        command = import_module(f"superoffload.tools.{'plan' if name == 'plan' else 'cli.' + name}")
         command.add_parser(subparsers).set_defaults(run=command.run)
     return parser
 
