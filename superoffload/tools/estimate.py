@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,7 +84,7 @@ def _check_sizes(sizes: Mapping[str, Any]) -> None:
 def find_model(text: str) -> ModelShape:
     """Returns the shape of `7B`, or of a config.json or the model folder with one."""
     path = Path(text)
-    if path.suffix == ".json" or path.exists():
+    if path.suffix == ".json" or os.path.exists(path):
         try:
             return _shape_of(_read_config(path / "config.json" if path.is_dir() else path))
         except (OSError, TypeError, ValueError) as error:
@@ -149,10 +150,10 @@ def _shape_of(values: Mapping[str, Any]) -> ModelShape:
     return ModelShape(
         **sizes,
         kv_heads=first("num_key_value_heads") or sizes["heads"],
-        ffn=ffn or first("intermediate_size", "n_inner") or 4 * sizes["hidden"],
+        ffn=ffn or first("intermediate_size", "n_inner", "ffn_dim") or 4 * sizes["hidden"],
         head_width=first("head_dim"),
         tied=bool(values.get("tie_word_embeddings", True)),  # files leave it out where it is true
-        gated=not plain and first("hidden_act", "hidden_activation") in _GATED,
+        gated=not plain and first("hidden_act", "hidden_activation", "activation_function") in _GATED,
         experts=experts,
         experts_used=(first("num_experts_per_tok") or 1) if experts > 1 else 1,
     )

@@ -77,6 +77,7 @@ def test_unusable_configs(tmp_path: Path, text: str, message: str) -> None:
     [
         ("--model seven", ["model='seven'", "7B", "config.json"]),
         ("--model nowhere.json", ["model=nowhere.json", "No such file"]),
+        (f"--model {'7' * 300}B", ["expected a number of parameters"]),
         ("--model 7B --hardware rtx-1", ["hardware='rtx-1'", "rtx-4090"]),
         ("--model 7B --ranks 0", ["ranks=0"]),
         ("--model 7B --utilization 2", ["utilization=2.0"]),
