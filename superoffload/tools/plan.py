@@ -205,7 +205,7 @@ def largest(machine: Machine, asked: Settings) -> dict[str, Any]:
         key = partial(_is_too_large, machine, settings)
         sizes.append(_SIZES[bisect(_SIZES, False, key=key) - 1] / 1e9 if not key(_SIZES[0]) else 0.0)
         lines.append(f"  {sizes[-1]:>8.3g}B with {changes(asked, settings)}")
-    lines.append("One of them in full, with code to paste: superoffload plan --model 1B")
+    lines.append(f"For one in full, with code to paste, add --model, such as --model {sizes[-1]:g}B")
     return {"passed": sizes[-1] > 0, "largest_billions": sizes, "lines": lines}
 
 
