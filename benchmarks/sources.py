@@ -12,7 +12,9 @@ PACKAGE = ("superoffload", "csrc", "setup.py")
 _SUFFIXES = frozenset({".py", ".pyi", ".cpp", ".h", ".inl", ".cu", ".cuh", ".txt"})
 _APART = (  # in no result
     "csrc/tests/",
-    "superoffload/tools/plan/",
+    "superoffload/tools/plan.py",
+    "superoffload/tools/estimate.py",
+    "superoffload/tools/machines.py",
     "superoffload/tools/doctor/",
     "superoffload/tools/report/",
 )

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.planned_and_published import HIDDEN_SIZES, evaluated_model
+from benchmarks.planned_and_published import HIDDEN_SIZES, evaluated_model, swiglu_width
 from benchmarks.training.config import ModelConfig
-from superoffload.tools.plan.models import swiglu_width
 
 LR, BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = 5e-5, (0.9, 0.95), 0.1, 1.0
 SETTLED_FROM = 6  # throughput counts from this step on

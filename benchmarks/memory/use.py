@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.tools.plan.memory_estimate import Settings, estimate_memory
-from superoffload.tools.plan.models import typical_shape
+from superoffload.tools.estimate import Settings, estimate_memory, typical_shape
 
 PROMISE = 0.03  # how far stats() and plan may be off
 _WIDTH = 4096
@@ -90,7 +89,8 @@ def measure(numel: int, steps: int, setting: Setting) -> Row:
         train(optimizer, steps)
         resident, peak, stats = _resident("VmRSS") - before, _resident("VmHWM") - before, optimizer.stats()
     shape = typical_shape(count)
-    planned = estimate_memory(shape, Settings(**setting._asdict())).host_peak / shape.parameters
+    _, host = estimate_memory(shape, Settings(**setting._asdict()))
+    planned = sum(host.values()) / shape.parameters
     return {
         "name": setting.name,
         "numel": count,

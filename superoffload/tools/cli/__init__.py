@@ -29,8 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"superoffload {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:
-        folder = "superoffload.tools" if name == "verify" else "superoffload.tools.cli"
-        command = import_module(f"{folder}.{name}")
+        command = import_module(f"superoffload.tools.{name}")
         command.add_parser(subparsers).set_defaults(run=command.run)
     return parser
 

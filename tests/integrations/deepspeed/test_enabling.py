@@ -14,8 +14,6 @@ import pytest
 from superoffload.errors import ArgumentError, StateError
 from superoffload.integrations.deepspeed.config import Options, load, read_options, rewrite, selects_us
 from superoffload.integrations.deepspeed.switch import NEWEST, OLDEST, check_version
-from superoffload.tools.plan.configuration import configuration
-from superoffload.tools.plan.memory_estimate import Settings
 from tests.support.checkout import ROOT
 from tests.support.deepspeed.ranks import RankError, Ranks
 from tests.support.deepspeed.training import STOCK, Small, config, end, make_engine, run_steps
@@ -205,27 +203,6 @@ def initialize(configuration: dict[str, Any], optimizer: str | None = None) -> s
     name = type(engine.optimizer).__name__
     end(engine)
     return name
-
-
-def train_as_planned(text: str) -> bool:
-    """One step with a configuration that `superoffload plan` printed, as it is."""
-    values = json.loads(text)
-    engine = make_engine(values)
-    run_steps(engine, range(1), micros=values["gradient_accumulation_steps"])
-    applied = bool(engine.was_step_applied())
-    end(engine)
-    return applied
-
-
-@pytest.mark.parametrize(
-    "engine, stage, leanest",
-    [("superoffload", 3, False), ("superoffload", 3, True)] + [("torch", stage, False) for stage in (3, 2, 1)],
-)
-def test_what_a_plan_prints_can_be_pasted(engine: str, stage: int, leanest: bool, two_ranks: Ranks) -> None:
-    dtypes: dict[str, Any] = {"state_dtype": "8bit", "master_dtype": "split"} if leanest else {}
-    settings = Settings(engine, f"zero{stage}", ranks=2, micro_batch=2, accumulation=2, **dtypes)
-    assert ('"state_dtype": "8bit"' in configuration(settings)) == leanest
-    assert two_ranks.run(train_as_planned, configuration(settings)) == [True, True]
 
 
 def initialize_with_tensor_parallelism() -> str:

@@ -1,0 +1,213 @@
+"""Runs `superoffload plan`: memory, time and settings for a model on a machine; exits with 0 only if something fits."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from bisect import bisect
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+from superoffload.errors import ArgumentError
+from superoffload.tools import estimate
+from superoffload.tools.estimate import MOMENTS_BYTES, ModelShape, Settings
+from superoffload.tools.machines import GB, GIB, MACHINES, Machine, find_machine
+from superoffload.tools.output import add_option, check_writable, write_json
+
+_SIZES = [digits * 10**power for power in range(6, 12) for digits in range(10, 100)]  # of models
+_GIVEN = {"gpu_memory": "GiB", "host_memory": "GiB", "host_bandwidth": "GB/s"}
+_OPTIONS: dict[str, tuple[str, ...]] = {  # what it is, and the choices
+    "ranks": ("one per GPU; several shard the model with FSDP2",),
+    "sequence": ("tokens per sequence",),
+    "micro_batch": ("sequences per rank at once",),
+    "accumulation": ("micro-batches per step",),
+    "checkpointing": ("of activations", "none", "full"),
+    "master_dtype": ("of the master weights", "fp32", "split"),
+    "state_dtype": ("of the moments", *MOMENTS_BYTES),
+    "gradient_dtype": ("fp32 is accumulate_dtype='fp32'", "bf16", "fp32"),
+    "utilization": ("of the GPU's peak, in forward and backward",),
+}
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    about = "Predict memory and time of a training step, and find settings that fit. Nothing is measured."
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "plan", help="whether a model fits a machine, and how fast it will train", description=about
+    )
+    parser.add_argument("--model", help="7B or so, a config.json or its folder; without it, how large it may be")
+    parser.add_argument("--hardware", metavar="NAME", help=f"{', '.join(MACHINES)} (default: this machine)")
+    for name, unit in _GIVEN.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar=unit, help="per GPU, as you know it")
+    for name, (text, *choices) in _OPTIONS.items():
+        default = getattr(Settings, name)
+        kind, flag = {"choices": choices} if choices else {"type": type(default)}, f"--{name.replace('_', '-')}"
+        add_option(parser, flag, default=default, help=text, **kind)
+    parser.add_argument("--json", metavar="PATH", help="write everything to this file too")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    check_writable(args.json, "json")
+    asked = Settings(**{name: getattr(args, name) for name in _OPTIONS})
+    machine = find_machine(args.hardware, asked.ranks)
+    for name, unit in _GIVEN.items():
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ArgumentError(f"{name}={value:g}: expected {unit}, a number above 0")
+        machine = machine if value is None else replace(machine, **{name: value * (GIB if unit == "GiB" else GB)})
+    report = largest(machine, asked) if args.model is None else plan(estimate.find_model(args.model), machine, asked)
+    print("\n".join(report["lines"]))
+    if args.json:
+        write_json(args.json, {"command": "plan", "machine": asdict(machine), **report})
+    return 0 if report["passed"] else 1
+
+
+def evaluate(model: ModelShape, machine: Machine, settings: Settings) -> dict[str, Any]:
+    """Returns whether the settings fit, and tables of memory in GiB and time in seconds."""
+    memory = estimate.estimate_memory(model, settings, has_gpu=machine.gpu_memory > 0)
+    tables: dict[str, dict[str, float]] = {}
+    for name, need, room in zip(("GPU", "host"), memory, estimate.rooms(machine, settings), strict=True):
+        sizes = {**need, "all of it": sum(need.values()), "usable": room} if need else {}
+        tables[f"{name} memory per rank, GiB"] = {part: size / GIB for part, size in sizes.items()}
+    fits = all(table["all of it"] <= table["usable"] for table in tables.values() if table)
+    if seconds := estimate.estimate_step(model, machine, settings):
+        step = sum(seconds.values()) - seconds["optimizer, hidden"]
+        tables["time, predicted, seconds"] = {**seconds, "step": step}
+    return {"fits": fits, "settings": asdict(settings), "tables": tables}
+
+
+def leaner(asked: Settings, *, has_gpu: bool) -> Iterator[Settings]:
+    """Yields what was asked, and then what needs less memory, from what changes training least on."""
+    moments = list(MOMENTS_BYTES)[list(MOMENTS_BYTES).index(asked.state_dtype) :]
+    micros = [asked.micro_batch >> n for n in range(24) if asked.micro_batch % (1 << n) == 0]
+    masters, recomputing = {asked.master_dtype: 0, "split": 0}, {asked.checkpointing: 0, "full": 0}
+    for moment, master, micro, on_host, checkpointing in product(moments, masters, micros, (False, True), recomputing):
+        accumulation = asked.accumulation * asked.micro_batch // micro
+        lean = replace(asked, state_dtype=moment, master_dtype=master, checkpointing=checkpointing)
+        lean = replace(lean, micro_batch=micro, accumulation=accumulation)
+        if not on_host:
+            yield lean
+        elif has_gpu and asked.ranks == 1 and accumulation > 1:  # FSDP2's gradients always add up on the GPU
+            yield replace(lean, gradient_dtype="fp32", sums_on_host=True)
+
+
+def first_that_fits(model: ModelShape, machine: Machine, asked: Settings) -> Settings | None:
+    variants = leaner(asked, has_gpu=machine.gpu_memory > 0)
+    return next((settings for settings in variants if evaluate(model, machine, settings)["fits"]), None)
+
+
+def changes(asked: Settings, found: Settings) -> str:
+    words = {
+        "checkpointing": "activation checkpointing",
+        "micro_batch": f"{found.accumulation} micro-batches of {found.micro_batch}",
+        "sums_on_host": "gradients that add up in host memory",
+        "master_dtype": "split masters",
+        "state_dtype": f"{found.state_dtype.replace('8bit', '8-bit')} moments",
+    }
+    differ = [text for name, text in words.items() if getattr(found, name) != getattr(asked, name)]
+    return ", ".join(differ) or "the settings as asked"
+
+
+def plan(model: ModelShape, machine: Machine, asked: Settings) -> dict[str, Any]:
+    """Reports on one model: what was asked, and what fits if that does not."""
+    found = first_that_fits(model, machine, asked)
+    columns = [evaluate(model, machine, settings) for settings in dict.fromkeys((asked, found or asked))]
+    torch_bytes = estimate.torch_on_gpu_bytes(model, asked)
+    code = code_for(found) if found else []
+    lines = [
+        f"{model.parameters / 1e9:.2f}B parameters ({model.layers} layers of {model.hidden}), {about(machine, asked)}"
+    ]
+    lines += table_lines([column["tables"] for column in columns])
+    if found:
+        how = f"with {changes(asked, found)}, not as asked" if found != asked else "as asked"
+        lines += [f"It fits {how}. To paste:", *(f"    {line}" for line in code)]
+    else:
+        lines += ["It does not fit, with no settings of this planner.", *remedies(model, machine, asked)]
+    if machine.gpu_memory:
+        verdict = "fits" if torch_bytes <= estimate.rooms(machine, asked)[0] else "does not fit"
+        lines.append(f"torch.optim.AdamW on the GPU would need {torch_bytes / GIB:.1f} GiB: {verdict}.")
+    chosen = columns[-1] if found else None
+    report = {"passed": found is not None, "parameters": model.parameters, "asked": columns[0], "found": chosen}
+    return {**report, "torch_gpu_gib": torch_bytes / GIB, "code": "\n".join(code), "lines": lines}
+
+
+def about(machine: Machine, settings: Settings) -> str:
+    gpu = f"{machine.gpu_memory / GIB:.1f} GiB on the GPU, " if machine.gpu_memory else ""
+    nodes = "\nTime counts them as one node." if settings.ranks > machine.gpus_per_node else ""
+    return f"on {settings.ranks} x {machine.name} ({gpu}{machine.host_memory / GIB:.1f} GiB of host memory each){nodes}"
+
+
+def table_lines(columns: list[dict[str, dict[str, float]]]) -> list[str]:
+    lines = []
+    for title in (title for title, table in columns[0].items() if table):
+        lines += ["", f"{title:<28}" + "".join(f"{name:>12}" for name in ("as asked", "leaner")[: len(columns)])]
+        digits = 3 if title.startswith("time") else 1
+        for part in dict.fromkeys(part for column in columns for part in column[title]):
+            values = [column[title].get(part, 0.0) for column in columns]
+            lines.append(f"  {part:<26}" + "".join(f"{value:>12.{digits}f}" for value in values))
+    return [*lines, ""]
+
+
+def remedies(model: ModelShape, machine: Machine, asked: Settings) -> list[str]:
+    """Says how much host memory, how large a GPU, or how many ranks would do."""
+    roomy, lean, lines = replace(machine, host_memory=math.inf), replace(asked, master_dtype="split"), []
+    for variant in (asked, lean, replace(lean, state_dtype="8bit")):
+        wanted = variant if machine.gpu_memory else replace(variant, checkpointing="full")
+        if found := first_that_fits(model, roomy, wanted):
+            need = evaluate(model, roomy, found)["tables"]["host memory per rank, GiB"]["all of it"]
+            reserve = estimate.HOST_RESERVE / min(asked.ranks, machine.gpus_per_node) / GIB
+            memory = math.ceil(min(need + reserve, need / (1 - estimate.HOST_RESERVE_SHARE)))
+            lines.append(f"  --host-memory {memory} would do, with {changes(asked, found)}")
+    if not lines:
+        *_, leanest = leaner(asked, has_gpu=True)
+        need = evaluate(model, roomy, leanest)["tables"]["GPU memory per rank, GiB"]["all of it"]
+        memory = math.ceil((need + estimate.CONTEXT_BYTES / GIB) / (1 - estimate.FRAGMENTATION))
+        lines.append(f"  Even with {changes(asked, leanest)} it needs a GPU of {memory} GiB; or shorten --sequence.")
+    for ranks in (asked.ranks << power for power in range(1, 11)):
+        if found := first_that_fits(model, machine, replace(asked, ranks=ranks)):
+            lines.append(f"  --ranks {ranks} would do, with {changes(asked, found)}")
+            break
+    return list(dict.fromkeys(lines))
+
+
+def code_for(settings: Settings) -> list[str]:
+    """Returns Python for a model of Hugging Face's on its device."""
+    arguments = ["model.parameters()", "lr=1e-5", "max_grad_norm=1.0"]
+    lines = ["import superoffload, torch", "model.to(torch.bfloat16)  # the optimizer has the fp32 masters"]
+    if settings.checkpointing == "full":
+        lines.append("model.gradient_checkpointing_enable()")
+    if settings.ranks > 1:
+        arguments.append("model=model")
+        lines.append("from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard")
+        lines.append("policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)")
+        lines.append("for module in (*model.model.layers, model):")
+        lines.append("    fully_shard(module, mp_policy=policy)")
+    for name, argument in (("master_dtype",) * 2, ("state_dtype",) * 2, ("gradient_dtype", "accumulate_dtype")):
+        if getattr(settings, name) != getattr(Settings, name):
+            arguments.append(f'{argument}="{getattr(settings, name)}"')
+    lines.append(f"optimizer = superoffload.AdamW({', '.join(arguments)})")
+    if settings.accumulation > 1:
+        lines.append(
+            f"# `with optimizer.accumulate():` around all of the {settings.accumulation} backward() but the last"
+        )
+    return lines
+
+
+def largest(machine: Machine, asked: Settings) -> dict[str, Any]:
+    """Reports the largest models of a usual shape that fit, from what was asked to the leanest settings."""
+    recomputing = replace(asked, checkpointing="full")
+    split = replace(recomputing, master_dtype="split")
+    lines, sizes = [f"The largest models of a usual shape that fit, {about(machine, asked)}:"], []
+    for settings in dict.fromkeys((asked, recomputing, split, replace(split, state_dtype="8bit"))):
+        key = partial(_is_too_large, machine, settings)
+        sizes.append(_SIZES[bisect(_SIZES, False, key=key) - 1] / 1e9 if not key(_SIZES[0]) else 0.0)
+        lines.append(f"  {sizes[-1]:>8.3g}B with {changes(asked, settings)}")
+    lines.append(f"For one in full, with code to paste, add --model, such as --model {sizes[-1]:g}B")
+    return {"passed": sizes[-1] > 0, "largest_billions": sizes, "lines": lines}
+
+
+def _is_too_large(machine: Machine, settings: Settings, parameters: int) -> bool:
+    return not evaluate(estimate.typical_shape(parameters), machine, settings)["fits"]
