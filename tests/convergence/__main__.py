@@ -169,4 +169,7 @@ def _quiet(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a thread of gloo may still need Python, and aborts the process if that ends meanwhile

@@ -11,7 +11,7 @@ import pytest
 
 import superoffload
 from superoffload.tools.cli import main
-from superoffload.tools.cli.run import environment
+from superoffload.tools.run import environment
 
 ROOT = Path(superoffload.__file__).resolve().parents[1]
 CHILD = """

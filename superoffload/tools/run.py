@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from superoffload.errors import ArgumentError
 
-_PACKAGE = Path(__file__).resolve().parents[2]
+_PACKAGE = Path(__file__).resolve().parents[1]
 _INJECT = _PACKAGE / "integrations" / "deepspeed" / "inject"
 
 
