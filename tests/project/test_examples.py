@@ -114,6 +114,19 @@ FSDP2 = (*TORCHRUN, "--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node")
 FINETUNE = ("finetune.py", "--out", "{out}", "--steps", "8", "--batch", "12")
 # The longest first.
 SCRIPTS: dict[str, tuple[str, ...]] = {
+    "demo": (
+        "demo.py",
+        "--data",
+        "{text}",
+        "--out",
+        "{out}",
+        "--first-steps",
+        "12",
+        "--steps",
+        "12",
+        "--device",
+        "cpu",
+    ),
     "finetune": (*FINETUNE, "--speculation", "always"),
     "finetune by trainer": (*FINETUNE, "--speculation", "never", "--trainer"),
     "finetune in bfloat16": (*FINETUNE, "--dtype", "bfloat16", "--steps", "2", "--batch", "4", "--held-out", "8"),
@@ -157,6 +170,19 @@ def test_fsdp2(output: Script, text: str, folders: dict[str, Path]) -> None:
     common = ["fsdp2.py", "--text", text, "--out", str(folder), "--save-steps", "16"]
     more = run(*FSDP2, "1", *common, "--steps", "16", "--resume")
     assert losses(more)[-1] < found[0]
+
+
+@scripts("demo")
+def test_demo(output: Script, folders: dict[str, Path]) -> None:
+    said = output("demo")
+    assert "stepping during backward left every bit" in said and "FAILED" not in said
+    assert (
+        len({tuple(line.split(": ")[1:]) for line in said.splitlines() if re.match("  (torch|always|never): ", line)})
+        == 1
+    )
+    assert (folders["demo"] / "timeline.json").stat().st_size > 1000
+    if find_spec("matplotlib"):
+        assert (folders["demo"] / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
 @scripts("plain")
