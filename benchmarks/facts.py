@@ -11,9 +11,7 @@ from typing import Any
 from superoffload import __version__, kernels
 from superoffload.host.processors import allowed_cpus
 from superoffload.host.system import System, largest_cache_bytes
-from superoffload.tools.doctor.cpu import cpu_name
-from superoffload.tools.doctor.host_memory import huge_page_mode
-from superoffload.tools.doctor.software import installed_version
+from superoffload.tools.doctor import installed_version
 
 _PACKAGES = ("torch", "numpy")
 _ROOT = Path(__file__).resolve().parents[1]
@@ -45,6 +43,19 @@ def benchmark_machine_facts() -> dict[str, Any]:
 def version_facts() -> dict[str, str]:
     packages = {package: installed_version(package) or "not installed" for package in _PACKAGES}
     return {"superoffload": __version__, "python": platform.python_version(), **packages}
+
+
+def cpu_name(system: System) -> str:
+    fields = system.fields("/proc/cpuinfo")
+    if fields.get("model name"):
+        return fields["model name"]
+    return f"ARM implementer {fields.get('CPU implementer')} part {fields.get('CPU part')}"
+
+
+def huge_page_mode(system: System) -> str | None:
+    """Returns the mode of transparent huge pages: always, madvise or never; None if the system does not tell."""
+    mode = system.text("/sys/kernel/mm/transparent_hugepage/enabled") or ""
+    return next((word.strip("[]") for word in mode.split() if word.startswith("[")), None)
 
 
 def memory_gib() -> float | None:

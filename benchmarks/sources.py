@@ -10,15 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ("superoffload", "csrc", "setup.py")
 _SUFFIXES = frozenset({".py", ".pyi", ".cpp", ".h", ".inl", ".cu", ".cuh", ".txt"})
-_APART = (  # in no result
-    "csrc/tests/",
-    "superoffload/tools/plan.py",
-    "superoffload/tools/estimate.py",
-    "superoffload/tools/machines.py",
-    "superoffload/tools/doctor/",
-    "superoffload/tools/report/",
-)
-_COUNTS = "superoffload/tools/doctor/memory_limit.py"  # counts nevertheless: benchmarks.adam measures with it
+_APART = ("csrc/tests/", "superoffload/tools/")  # in no result
 _DIGITS = 16
 
 
@@ -44,5 +36,5 @@ def _files(parts: Sequence[str], root: Path) -> Iterator[Path]:
             yield folder
         for path in folder.rglob("*"):
             name = path.relative_to(root).as_posix()
-            if path.suffix in _SUFFIXES and (name == _COUNTS or not name.startswith(_APART)):
+            if path.suffix in _SUFFIXES and not name.startswith(_APART):
                 yield path

@@ -46,14 +46,14 @@ def run(args: argparse.Namespace) -> int:
     from benchmarks.adam import report as adam_report
     from benchmarks.adam.accuracy import accuracy_text
     from benchmarks.adam.kernels import AdamBenchmark, check_memory, run_adam
+    from superoffload.host.control_groups import usable_memory
     from superoffload.host.system import System
-    from superoffload.tools.doctor.host_memory import usable_bytes
 
     settings: AdamBenchmark = _settings(args)
     if args.state is not None:
         return _compare_states(args, settings)
-    check_memory("numel", settings.numel, usable_bytes(System()))
-    check_memory("sizes", max(settings.sizes, default=0), usable_bytes(System()))
+    check_memory("numel", settings.numel, usable_memory(System()))
+    check_memory("sizes", max(settings.sizes, default=0), usable_memory(System()))
     facts = command.begin(args)
     report = {
         **facts,
@@ -77,11 +77,11 @@ def _compare_states(args: argparse.Namespace, settings: Any) -> int:
     from benchmarks.adam.states import DEFAULT
     from benchmarks.timing import Rounds
     from superoffload import kernels
+    from superoffload.host.control_groups import usable_memory
     from superoffload.host.system import System
-    from superoffload.tools.doctor.host_memory import usable_bytes
 
     forms = state_speed.forms_from(args.state)
-    state_speed.check_memory(settings.numel, forms, usable_bytes(System()))
+    state_speed.check_memory(settings.numel, forms, usable_memory(System()))
     facts, threads, isa = command.begin(args), max(settings.threads), settings.isas[-1]
     peers, missing = state_speed.installed_peers() if args.state == "all" else ([], {})
     command.progress(args)(f"{', '.join((*forms, *peers))}: {settings.numel:,} elements, {threads} threads, {isa}")

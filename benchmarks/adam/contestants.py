@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import workload as settings
+from benchmarks.memory_limit import Arrays, MemoryLimit
 from benchmarks.timing import Contestant, timed
 from benchmarks.workload import Workload
 from superoffload import _native, kernels
 from superoffload.errors import SuperOffloadError
-from superoffload.tools.doctor.memory_limit import Arrays, MemoryLimit
 
 Operation = _native.Operation
 

@@ -18,13 +18,13 @@ from benchmarks import style
 from benchmarks.adam import contestants as who
 from benchmarks.adam.eight_bit_peers import PEERS
 from benchmarks.adam.state_error import error_of_peer, error_of_setting, exact_change
+from benchmarks.memory_limit import MemoryLimit
 from benchmarks.timing import Contestant, Rounds, Samples, interleave, timed
 from benchmarks.training.config import STATE_SETTINGS
 from benchmarks.workload import BETAS, BYTES_PER_PARAM, EPS, LR, WEIGHT_DECAY, Workload
 from superoffload import _native
 from superoffload.errors import ArgumentError
 from superoffload.optimizer.arguments import check_state_dtype
-from superoffload.tools.doctor.memory_limit import MemoryLimit
 
 Row = dict[str, Any]
 

@@ -125,7 +125,7 @@ def _machine(args: argparse.Namespace, folder: Path) -> list[Any]:
     quick = ["--numel", "16384", "--sizes", "--seconds", "0.1"] if args.toy else ["--seconds", "10"]
     threads = [str(count) for count in range(1, len(allowed_cpus()) + 1)]
     adam = [sys.executable, "-m", "benchmarks.adam", "--quiet", *quick, "--threads", *threads, "--json", RESULT_PATH]
-    doctor = [*ours, "doctor", *(["--no-bandwidth"] if args.toy else []), "--json", RESULT_PATH]
+    doctor = [*ours, "doctor", "--json", RESULT_PATH]
     settings = {"what": "machine", "threads": threads, "quick": quick}
     return [
         Job("doctor", doctor, {"what": "machine"}, seconds, accepts=(0, 1), keeps_output=True),

@@ -20,10 +20,10 @@ from torch import Tensor
 from benchmarks.gh200.engines import ENGINES, Engine, local_device
 from benchmarks.gh200.setting import SAMPLES, SETTLED_FROM, Run
 from benchmarks.training.corpus import load_corpus
+from superoffload.host.control_groups import usable_memory
 from superoffload.host.memory import is_out_of_memory
 from superoffload.host.system import System
 from superoffload.links.cuda.device import peak_active_bytes
-from superoffload.tools.doctor.host_memory import usable_bytes
 
 _TEXT_BYTES = 32 << 20
 
@@ -93,7 +93,7 @@ class Memory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._available = usable_bytes(System()) or 0
+        self._available = usable_memory(System()) or 0
         self._gpu: list[int] = []
         self._host: list[int] = []
 
@@ -101,7 +101,7 @@ class Memory:
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             self._gpu.append(total - free)
-        now = usable_bytes(System())
+        now = usable_memory(System())
         if now is not None:
             self._host.append(max(0, self._available - now))
 

@@ -18,9 +18,9 @@ from torch import nn
 
 from benchmarks.gpu_suite.settings import GIB
 from superoffload.errors import ArgumentError
+from superoffload.host.control_groups import usable_memory
 from superoffload.host.system import System
 from superoffload.links.cuda.device import peak_active_bytes
-from superoffload.tools.doctor.host_memory import usable_bytes
 
 LONGEST_DELAY = 2e-3  # seconds
 _CYCLES_PER_SECOND = 1.5e9  # about; what counts is that delays differ
@@ -33,7 +33,7 @@ class Device:
 
     def __init__(self) -> None:
         self.torch = torch.device("cpu")
-        self._available = usable_bytes(System())
+        self._available = usable_memory(System())
         self._least_available = self._available
 
     @contextmanager
@@ -61,7 +61,7 @@ class Device:
 
     def sample(self) -> None:
         """Samples the memory in use, outside of timed steps."""
-        now = usable_bytes(System())
+        now = usable_memory(System())
         if now is not None and self._least_available is not None:
             self._least_available = min(self._least_available, now)
 

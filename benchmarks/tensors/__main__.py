@@ -46,10 +46,10 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     from benchmarks.tensors import report as per_tensor_report
     from benchmarks.tensors.steps import check_memory, run_tensors
+    from superoffload.host.control_groups import usable_memory
     from superoffload.host.system import System
-    from superoffload.tools.doctor.host_memory import usable_bytes
 
-    check_memory(settings.counts, settings.numel, usable_bytes(System()))
+    check_memory(settings.counts, settings.numel, usable_memory(System()))
     facts = command.begin(args)
     shown = {"numel": settings.numel, "cpus": list(settings.cpus), "rounds": settings.rounds, "steps": settings.steps}
     shown["idle"] = settings.idle

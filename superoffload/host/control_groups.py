@@ -41,6 +41,14 @@ def memory_limit(system: System) -> tuple[int, int] | None:
     return min(found, key=lambda pair: pair[0] - pair[1], default=None)
 
 
+def usable_memory(system: System) -> int | None:
+    """Returns the bytes that can be allocated without swapping: the system's estimate, within the group's limit."""
+    free, limit = as_number(system.fields("/proc/meminfo").get("MemAvailable")), memory_limit(system)
+    rooms = [] if free is None else [free << 10]
+    rooms += [max(0, limit[0] - limit[1])] if limit else []
+    return min(rooms, default=None)
+
+
 def cpu_quota(system: System) -> float | None:
     """Returns the number of processors whose time the group may use; None without a limit."""
     quotas: list[float] = []

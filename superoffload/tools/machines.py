@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field, replace
 
 from superoffload.errors import ArgumentError
-from superoffload.host.control_groups import memory_limit
-from superoffload.host.system import System, as_number
+from superoffload.host.control_groups import usable_memory
+from superoffload.host.system import System
 from superoffload.host.untrusted import shown
 
 GB, GIB = 10**9, 1 << 30
@@ -75,8 +74,7 @@ def find_machine(name: str | None, ranks: int, system: System | None = None) -> 
     import torch
 
     system = system or System()
-    free, limit = as_number(system.fields("/proc/meminfo").get("MemAvailable")), memory_limit(system)
-    memory = min((free or 0) << 10, max(0, limit[0] - limit[1]) if limit else math.inf)
+    memory = float(usable_memory(system) or 0)
     if not torch.cuda.is_available():
         return Machine("this machine, without a GPU", host_memory=memory / ranks, gpus_per_node=ranks)
     gpu, gpus = torch.cuda.get_device_properties(0), torch.cuda.device_count()

@@ -22,10 +22,9 @@ from superoffload.host.processors import (
     thread_limit,
     worker_cpus,
 )
-from superoffload.host.system import System, largest_cache_bytes
+from superoffload.host.system import largest_cache_bytes
 from superoffload.links.select import on_device
-from superoffload.tools.doctor.threads import examine_threads
-from tests.support.fake_machine import GRACE, make_machine
+from tests.support.fake_machine import make_machine
 from tests.support.rank_processes import net, on_ranks, optimizer_of
 
 
@@ -156,36 +155,12 @@ def test_processors_next_to_a_gpu(tmp_path: Path) -> None:
     assert cpus_near_gpu("0000:99:00.0", system) == ()
 
 
-def test_doctor_shows_a_ranks_threads(tmp_path: Path) -> None:
-    near = {
-        "/proc/driver/nvidia/gpus/0009:01:00.0/information": "Model: \t\t NVIDIA GH200 480GB\n",
-        "/sys/bus/pci/devices/0009:01:00.0/local_cpulist": "0-71\n",
-    }
-    system = make_machine(tmp_path, GRACE, near)
-    environment = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "16"}
-    found = examine_threads(system, environment)
-    assert found.facts["threads"] == 16 and found.facts["cpus"] == "18-33"
-    assert found.facts["environment"] == {"OMP_NUM_THREADS": "16"}
-    assert found.facts["near_gpus"] == {"0009:01:00.0": "0-71"}
-    assert any("the share of rank 1 of 4" in finding.text for finding in found.findings)
-    assert found.facts["threads_beside_gpu"] == 16 and not any("on a GPU 16" in one.text for one in found.findings)
-    assert any("OMP_NUM_THREADS=16 is taken into account" in finding.text for finding in found.findings)
-    by_torchrun = examine_threads(system, {**environment, "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"})
-    assert by_torchrun.facts["threads"] == 18
-    assert any("for parameters on a GPU 16" in finding.text for finding in by_torchrun.findings)
-    assert any("=1 is torchrun's own default, which does not bound" in one.text for one in by_torchrun.findings)
-    assert examine_threads(system, {}).facts["cpus"] == "0-71"
-    crowded = examine_threads(system, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "73"})
-    assert any(finding.remedy and "73 ranks" in finding.text for finding in crowded.findings)
-
-
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux: sets processor affinity")
 def test_taskset_is_respected() -> None:
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
         assert allowed_cpus() == worker_cpus(None) == [min(before)]
-        assert examine_threads(System(), {}).facts["cpus"] == str(min(before))
     finally:
         os.sched_setaffinity(0, before)
 

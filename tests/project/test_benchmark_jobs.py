@@ -201,22 +201,6 @@ def test_the_digest_is_of_the_sources_that_were_named(tmp_path: Path, monkeypatc
     assert len(seen | {digest("csrc", "package", "setup.py")}) == 5
 
 
-def test_of_what_examines_a_machine_only_the_walk_over_memory_changes_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sources, "ROOT", tmp_path)
-    doctor = tmp_path / "superoffload/tools/doctor"
-    doctor.mkdir(parents=True)
-    digests = []
-    for name in ("examine.py", "memory_limit.py"):
-        (doctor / name).write_text(name)
-        sources._digest.cache_clear()
-        digests.append(sources.digest_of(("superoffload",)))
-    sources._digest.cache_clear()
-    assert digests[0] == sources.digest_of(("no such folder",)) != digests[1]
-    assert (ROOT / sources._COUNTS).is_file()
-
-
 def test_results_of_another_machine_are_taken_over(bench: Bench, tmp_path: Path) -> None:
     """What travels between machines is one file; rows that nothing has asked for stay in it."""
     bench.run(bench.job("one"), bench.job("two"))

@@ -23,8 +23,8 @@ BUDGET = {
     "distributed": (2420, 19),
     "checkpoints": (2420, 15),
     "integrations": (3650, 34),
-    "host": (1100, 12),
-    "tools": (2510, 20),
+    "host": (1110, 12),
+    "tools": (1660, 9),
 }
 
 

@@ -1,4 +1,4 @@
-"""Machines that never were, for `superoffload doctor`: copies of /proc and /sys, GPUs, and what it warns of there."""
+"""Machines that never were, for `superoffload doctor`: copies of /proc and /sys, and what it warns of there."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from superoffload.host.system import System
-from superoffload.tools.doctor.findings import OK, Examination
-from superoffload.tools.doctor.gpu import Device
+from superoffload.tools.doctor import OK, Report
 
 # A quiet x86 server with two processors on one node and no limits.
 PLAIN: dict[str, str] = {
@@ -58,36 +57,10 @@ def make_machine(root: Path, files: Mapping[str, str], changes: Mapping[str, str
     return System(root)
 
 
-class NoGpu:
-    def missing(self) -> str | None:
-        return "torch sees no CUDA device"
-
-    def devices(self) -> list[Device]:
-        raise AssertionError("asked for devices although there are none")
-
-    def compiler(self) -> tuple[str, str]:
-        raise AssertionError("asked for a compiler although there is no GPU")
+def warnings_of(report: Report) -> list[str]:
+    return [f"{finding.text} -> {finding.remedy}" for finding in report.findings if finding.level != OK]
 
 
-class Gpus:
-    def __init__(self, *devices: Device, compiler: tuple[str, str] = ("NVRTC 13.0 (made up)", "")) -> None:
-        self._devices = list(devices)
-        self._compiler = compiler
-
-    def missing(self) -> str | None:
-        return None
-
-    def devices(self) -> list[Device]:
-        return self._devices
-
-    def compiler(self) -> tuple[str, str]:
-        return self._compiler
-
-
-def warnings_of(found: Examination) -> list[str]:
-    return [f"{finding.text} -> {finding.remedy}" for finding in found.findings if finding.level != OK]
-
-
-def one_warning(found: Examination) -> str:
-    (warning,) = warnings_of(found)
+def one_warning(report: Report) -> str:
+    (warning,) = warnings_of(report)
     return warning

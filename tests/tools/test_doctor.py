@@ -1,4 +1,4 @@
-"""`superoffload doctor`: the command, this machine, GPUs, software, and what it calls a problem."""
+"""`superoffload doctor`: this machine, other machines, containers, GPUs, software, and what it calls a problem."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from superoffload import kernels
+from superoffload.host.control_groups import cpu_quota, usable_memory
 from superoffload.host.system import System, format_cpu_list, parse_cpu_list
+from superoffload.tools import doctor
 from superoffload.tools.cli import EXIT_USAGE, main
-from superoffload.tools.doctor import self_test
-from superoffload.tools.doctor.bandwidth import examine_bandwidth, measure, measure_step
-from superoffload.tools.doctor.cpu import examine_instruction_sets
-from superoffload.tools.doctor.examine import Diagnosis
-from superoffload.tools.doctor.findings import OK, PROBLEM, WARNING, Examination
-from superoffload.tools.doctor.gpu import Device, examine_gpu
-from superoffload.tools.doctor.self_test import examine_undo
-from superoffload.tools.doctor.software import examine_software, release
-from tests.support.fake_machine import GRACE, PLAIN, Gpus, make_machine, one_warning, warnings_of
+from superoffload.tools.doctor import OK, PROBLEM, WARNING, Report, release
+from tests.support.fake_machine import GRACE, PLAIN, make_machine, one_warning, warnings_of
 
 GIB = 1 << 30
+
+
+def report_of(examine: Callable[..., None], *arguments: Any, **settings: Any) -> Report:
+    report = Report()
+    examine(report, *arguments, **settings)
+    return report
 
 
 # ---- this machine, for real ----
@@ -33,37 +37,38 @@ def test_this_machine_is_fit_and_every_finding_can_be_read(tmp_path: Path, capsy
     out = tmp_path / "doctor.json"
     assert main(["doctor", "--json", str(out)]) == 0
     shown, values = capsys.readouterr().out, json.loads(out.read_text())
-    assert values["passed"] and values["problems"] == 0
-    assert values["machine"]["instruction sets"]["current"] == kernels.current_isa()
-    assert values["machine"]["memory bandwidth"]["bytes_per_second"] > 1e9
-    assert values["machine"]["software"]["versions"]["torch"]
-    assert set(kernels.available_isas()) == set(values["machine"]["self-test"])
+    assert values["passed"] and values["facts"]["instruction_sets"]["current"] == kernels.current_isa()
+    assert values["facts"]["versions"]["torch"] and values["facts"]["usable_memory_bytes"] > GIB / 4
     for finding in values["findings"]:
         assert finding["level"] in (OK, WARNING) and finding["text"]
         assert bool(finding["remedy"]) == (finding["level"] != OK)
-    for isa in kernels.available_isas():
-        assert f"{isa}: a speculated step was undone" in shown
+    assert f"self-test    {', '.join(kernels.available_isas())}: a step was undone" in shown
     assert max(map(len, shown.splitlines())) <= 116
 
 
-def test_this_machine_with_one_processor_and_little_locked_memory(tmp_path: Path) -> None:
-    """As in a small container: the limits are real ones, of a process of its own."""
-    out = tmp_path / "doctor.json"
+def test_one_processor(tmp_path: Path) -> None:
+    """The limit is a real one, of a process of its own."""
     script = (
-        "import os, resource, sys\n"
+        "import os, sys\n"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
         "from superoffload.tools.cli import main\n"
         "sys.exit(main(['doctor', '--json', sys.argv[1]]))"
     )
+    out = tmp_path / "doctor.json"
     done = subprocess.run([sys.executable, "-c", script, str(out)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     values = json.loads(out.read_text())
-    assert values["machine"]["CPU"]["cpus_usable"] == 1 == values["machine"]["memory bandwidth"]["threads"]
-    assert values["machine"]["memory"]["memlock_bytes"] == 65536
-    texts = [finding["text"] for finding in values["findings"] if finding["level"] == WARNING]
-    assert any("one processor for everything" in text for text in texts)
-    assert any("locked memory is limited to 0.0625 MiB" in text for text in texts)
+    assert values["facts"]["processors"] == {"usable": 1, "quota": values["facts"]["processors"]["quota"], "threads": 1}
+    assert any("one processor for everything" in finding["text"] for finding in values["findings"])
+
+
+def test_a_machine_without_torch() -> None:
+    script = (
+        "import sys; sys.modules['torch'] = None\nfrom superoffload.tools.cli import main\nsys.exit(main(['doctor']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert "none: torch is not installed" in done.stdout, done.stderr
+    assert "every bit as it has to be" in done.stdout
 
 
 def test_missing_root_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,150 +76,217 @@ def test_missing_root_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "root=/no/such/folder: no such folder" in capsys.readouterr().err
 
 
-def test_bandwidth_is_measured_over_every_way_to_walk() -> None:
-    rate, way, walks = measure(1 << 18, [-1], seconds=0.0)
-    assert 1e8 < rate < 1e13
-    assert walks >= 6 and way.block in (64, 256, 1024)
+def test_an_instruction_set_that_is_not_here_ends_the_command_in_one_line() -> None:
+    """Forced in the environment, where the kernels meet it when they are first imported."""
+    environment = {**os.environ, kernels.ISA_VARIABLE: "mmx"}
+    command = [sys.executable, "-m", "superoffload", "doctor"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (EXIT_USAGE, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"superoffload: error: {kernels.ISA_VARIABLE}=mmx: ")
 
 
-def test_the_kernel_s_own_step_is_measured_for_the_planner() -> None:
-    assert 1e8 < measure_step(1 << 18, [-1], steps=2) < 1e13
-    found = examine_bandwidth(System(), [-1], 256 << 20, superchip=False)
-    assert found.facts["step_bytes_per_second"] > 1e8 and "the kernel's own step reaches" in found.findings[0].text
-
-
-def test_self_test_leaves_the_instruction_set_as_it_was() -> None:
-    before = kernels.current_isa()
-    found = examine_undo()
-    assert kernels.current_isa() == before
-    assert found.facts == dict.fromkeys(kernels.available_isas(), "exact")
-
-
-def test_self_test_notices_an_inexact_undo(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inexact_undo_fails_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """An undo that leaves one master one unit in the last place off, as inverse arithmetic would."""
-    honest = kernels.Span.undo
+    honest, isa = kernels.Span.undo, kernels.current_isa()
 
     def inexact(span: kernels.Span) -> None:
         honest(span)
         span._arrays["master"].view("uint32")[1000] ^= 1
 
     monkeypatch.setattr(kernels.Span, "undo", inexact)
-    found = examine_undo()
-    problems = [finding for finding in found.findings if finding.level == PROBLEM]
-    assert {finding.text.split(":")[0] for finding in problems} >= set(kernels.available_isas())
-    assert "undo did not restore" in problems[0].text and problems[0].remedy
-    assert not Diagnosis([found]).passed
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("PROBLEM  self-test") == len(kernels.available_isas()) and "not fit to train" in shown
+    assert kernels.current_isa() == isa
 
 
-def test_self_test_notices_sets_that_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sets_that_disagree_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     if len(kernels.available_isas()) < 2:
         pytest.skip("needs two instruction sets to disagree")
     calls = iter(range(100))
-    honest = self_test.try_undo
-
-    def different() -> tuple[self_test.State, list[str]]:
-        state, failures = honest()
-        return (bytes([next(calls)]), *state[1:]), failures
-
-    monkeypatch.setattr(self_test, "try_undo", different)
-    assert any("different bits" in finding.text for finding in examine_undo().findings)
+    monkeypatch.setattr(doctor, "undone_and_replayed", lambda: (bytes([next(calls)]), True))
+    (finding,) = report_of(doctor.examine_undo).findings
+    assert finding.level == PROBLEM and "give different bits" in finding.text
 
 
-def test_a_problem_fails_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = Examination("memory")
-    found.problem("it is broken", "mend it")
-    monkeypatch.setattr("superoffload.tools.doctor.examine.diagnose", lambda *_, **__: Diagnosis([found]))
-    assert main(["doctor"]) == 1
-    shown = capsys.readouterr().out
-    assert "PROBLEM  it is broken" in shown and "-> mend it" in shown and "not fit to train: 1 problem" in shown
+# ---- other machines ----
+
+
+def test_plain_machine_has_nothing_to_remark(tmp_path: Path) -> None:
+    report = doctor.diagnose(make_machine(tmp_path, PLAIN), {})
+    assert [finding for finding in report.findings if finding.level != OK and finding.topic != "software"] == []
+    room = "3.4 B bf16 parameters (18 bytes each), with split masters and bf16 moments of 5.1 B (12), with"
+    assert any(f"{room} 8-bit moments of 6.1 B (10)" in finding.text for finding in report.findings), (
+        "of 60,000,000 KiB"
+    )
+    assert report.facts["grace"] is False and report.facts["usable_memory_bytes"] == 60_000_000 * 1024
+
+
+def test_nothing_readable_is_no_problem(tmp_path: Path) -> None:
+    """A sandbox without /proc and /sys: doctor says what it cannot see and goes on."""
+    report = doctor.diagnose(System(tmp_path), {})
+    assert report.count(PROBLEM) == 0
+    assert any("does not tell how much there is" in finding.text for finding in report.findings)
+
+
+def test_the_share_of_a_rank(tmp_path: Path) -> None:
+    system = make_machine(tmp_path, GRACE)
+    torchrun = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}
+    text = report_of(doctor.examine_processors, system, torchrun).findings[0].text
+    assert "16 worker threads, on 18-33, the share of rank 1 of 4" in text, "two are left for what feeds the GPU"
+    crowded = report_of(doctor.examine_processors, system, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "73"})
+    assert "73 ranks on this node and 72 processors" in one_warning(crowded)
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"/sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
+        ({"/sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
+        # the tightest of the groups around the process counts
+        (
+            {
+                "/proc/self/cgroup": "0::/pod/container\n",
+                "/sys/fs/cgroup/pod/cpu.max": "120000 100000\n",
+                "/sys/fs/cgroup/pod/container/cpu.max": "max 100000\n",
+            },
+            1.2,
+        ),
+        # version 1
+        (
+            {
+                "/proc/self/cgroup": "4:cpu,cpuacct:/job\n",
+                "/sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "50000\n",
+                "/sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
+            },
+            0.5,
+        ),
+    ],
+)
+def test_processor_quota(tmp_path: Path, files: Mapping[str, str], quota: float | None) -> None:
+    system = make_machine(tmp_path, PLAIN, files)
+    assert cpu_quota(system) == quota
+    texts = warnings_of(report_of(doctor.examine_processors, system, {}))
+    said = {None: [], 0.5: ["one processor for everything"]}.get(quota, ["grants the time of"])
+    assert [word in text for word, text in zip(said, texts, strict=True)] == [True] * len(said)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"/sys/fs/cgroup/memory.max": f"{4 * GIB}\n", "/sys/fs/cgroup/memory.current": f"{3 * GIB}\n"},
+        {
+            "/proc/self/cgroup": "9:memory:/job\n",
+            "/sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{4 * GIB}\n",
+            "/sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{3 * GIB}\n",
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        },
+    ],
+)
+def test_memory_limit_of_a_container(tmp_path: Path, files: Mapping[str, str]) -> None:
+    system = make_machine(tmp_path, PLAIN, files)
+    assert usable_memory(system) == GIB
+    assert "container's memory limit" in one_warning(report_of(doctor.examine_memory, system))
+    unlimited = make_machine(tmp_path / "b", PLAIN, {"/sys/fs/cgroup/memory.max": "max\n"})
+    assert usable_memory(unlimited) == 60_000_000 * 1024
+
+
+def test_pages_swap_and_locked_memory(tmp_path: Path) -> None:
+    changes = {
+        "/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n",
+        "/proc/meminfo": "MemAvailable: 60000000 kB\nSwapTotal: 8388608 kB\nSwapFree: 4194304 kB\n",
+        "/proc/self/limits": "Limit Soft Limit Hard Limit Units\nMax locked memory         65536 65536 bytes\n",
+    }
+    texts = warnings_of(report_of(doctor.examine_memory, make_machine(tmp_path, PLAIN, changes)))
+    assert len(texts) == 2 and "4.0 GiB are swapped out" in texts[0] and "transparent_hugepage" in texts[1]
+    locked = {"/proc/self/limits": changes["/proc/self/limits"]}
+    gpu = report_of(doctor.examine_memory, make_machine(tmp_path / "gpu", GRACE, locked))
+    assert "limited to 0.0625 MiB" in one_warning(gpu) and "memlock=-1" in one_warning(gpu)
+
+
+def test_process_on_two_nodes(tmp_path: Path) -> None:
+    changes = {
+        "/sys/devices/system/node/node0/cpulist": "0\n",
+        "/sys/devices/system/node/node1/cpulist": "1\n",
+        "/proc/sys/kernel/numa_balancing": "1\n",
+    }
+    texts = warnings_of(report_of(doctor.examine_nodes, make_machine(tmp_path, PLAIN, changes)))
+    assert len(texts) == 2
+    assert "numactl --cpunodebind=0 --membind=0" in texts[0] and "kernel.numa_balancing=0" in texts[1]
+
+
+NO_SOC = {"/sys/devices/soc0/soc_id": None}
+NO_GPU = {"/proc/driver/nvidia/gpus/0009:01:00.0/information": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "grace"),
+    [
+        ({}, True),
+        (NO_SOC, True),  # by the part number and the GPU's name
+        ({**NO_SOC, **NO_GPU}, False),
+        ({**NO_SOC, **NO_GPU, "/sys/class/dmi/id/product_name": "Grace CPU Superchip\n"}, True),
+    ],
+)
+def test_neoverse_v2_alone_is_not_grace(tmp_path: Path, changes: Mapping[str, str | None], grace: bool) -> None:
+    report = report_of(doctor.examine_nodes, make_machine(tmp_path, GRACE, changes))
+    assert report.facts["grace"] is grace and warnings_of(report) == []
+
+
+def test_grace_as_it_should_not_be_set_up(tmp_path: Path) -> None:
+    changes = {"/proc/cmdline": "root=/dev/sda1 init_on_alloc=1\n", "/proc/self/smaps": "KernelPageSize: 4 kB\n"}
+    texts = warnings_of(report_of(doctor.examine_nodes, make_machine(tmp_path, GRACE, changes)))
+    assert len(texts) == 2 and "64 KiB pages" in texts[0] and "init_on_alloc=0" in texts[1]
 
 
 # ---- GPUs and software ----
 
 
-def test_gpu_over_pcie(tmp_path: Path) -> None:
-    link = "/sys/bus/pci/devices/0000:17:00.0/current_link"
-    system = make_machine(tmp_path, PLAIN, {f"{link}_speed": "32.0 GT/s PCIe\n", f"{link}_width": "16\n"})
-    found = examine_gpu(system, Gpus(Device("Example H100", 80 * GIB, "0000:17:00.0", 55e9, 53e9)))
-    assert found.facts["devices"][0]["link"] == "32.0 GT/s x16"
-    assert "measured 55.0 GB/s up and 53.0 GB/s down" in found.findings[0].text and warnings_of(found) == []
+def torch_with(**properties: Any) -> Any:
+    """As much of torch as doctor asks."""
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        get_device_properties=lambda index: SimpleNamespace(name="Example H100", total_memory=80 * GIB, **properties),
+        get_device_capability=lambda index: (9, 0),
+    )
+    return SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda="13.0"))
 
 
-def test_gpu_without_a_compiler(tmp_path: Path) -> None:
-    system = make_machine(tmp_path, PLAIN)
-    device = Device("Example", 8 * GIB, None, 25e9, 25e9)
-    found = examine_gpu(system, Gpus(device))
-    assert "compiled by NVRTC 13.0" in found.findings[-1].text and found.facts["nvrtc"] == "NVRTC 13.0 (made up)"
-    text = one_warning(examine_gpu(system, Gpus(device, compiler=("", "libnvrtc.so.13: cannot open"))))
-    assert "summed by the processors" in text and "tried: libnvrtc.so.13: cannot open" in text
-    assert "superoffload[cuda13]" in text
+def test_gpu_with_half_of_its_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "judge_compiler", lambda report, arch: report.ok("GPU", arch))
+    link = "/sys/bus/pci/devices/0000:17:00.0"
+    system = make_machine(tmp_path, PLAIN, {f"{link}/current_link_width": "8\n", f"{link}/max_link_width": "16\n"})
+    address = {"pci_domain_id": 0, "pci_bus_id": 0x17, "pci_device_id": 0}
+    report = report_of(doctor.examine_gpus, system, torch_with(**address))
+    assert report.facts["gpus"] == ["Example H100"] and "80.0 GiB" in report.findings[0].text
+    assert "8 of 16 PCIe lanes" in one_warning(report) and report.findings[-1].text == "sm_90"
+    assert warnings_of(report_of(doctor.examine_gpus, make_machine(tmp_path / "b", PLAIN), torch_with())) == []
 
 
-def test_slow_and_unmeasured_gpu_links(tmp_path: Path) -> None:
-    system = make_machine(tmp_path, PLAIN)
-    slow = Device("Example", 8 * GIB, None, 1.5e9, 3e9)
-    unmeasured = Device("Example", 8 * GIB, None, error="CUDA out of memory")
-    texts = warnings_of(examine_gpu(system, Gpus(slow, unmeasured)))
-    assert "0: 1.5 GB/s" in texts[0] and "1: the link could not be measured: CUDA out of memory" in texts[1]
-
-
-def test_gpu_of_a_superchip(tmp_path: Path) -> None:
-    system = make_machine(tmp_path, GRACE)
-    good = Device("NVIDIA GH200 480GB", 96 * GIB, None, 375e9, 297e9)
-    assert "NVLink-C2C" in examine_gpu(system, Gpus(good)).findings[0].text
-    wrong_node = Device("NVIDIA GH200 480GB", 96 * GIB, None, 100e9, 120e9)
-    assert "numactl" in one_warning(examine_gpu(system, Gpus(wrong_node)))
-
-
-def test_versions_decide_which_adapters_work() -> None:
+def test_versions_that_an_adapter_does_not_work_with() -> None:
     versions = {"torch": "2.13.0+cpu", "deepspeed": "0.18.0", "transformers": "5.1.0", "accelerate": "1.10"}
-    found = examine_software(versions.get)
-    assert found.facts["adapters"] == dict.fromkeys(("deepspeed", "fsdp2", "ddp", "transformers"), "works")
+    assert warnings_of(report_of(doctor.examine_software, versions.get)) == []
     others = {**versions, "deepspeed": "0.20.0", "transformers": "4.57.0"}
-    states = examine_software(others.get).facts["adapters"]
-    assert states["deepspeed"] == "needs deepspeed <= 0.19.8, found 0.20.0", "enable() refuses it"
-    assert states["transformers"] == "needs transformers >= 5, found 4.57.0"
-    older = examine_software({**versions, "deepspeed": "0.17.6"}.get).facts["adapters"]
-    assert older["deepspeed"] == "needs deepspeed >= 0.18.0, found 0.17.6"
-    assert "transformers, which is not installed" in str(examine_software({"torch": "2.6"}.get).facts)
+    texts = warnings_of(report_of(doctor.examine_software, others.get))
+    assert "deepspeed 0.20.0: our adapter works with 0.18.0 to 0.19.8" in texts[0], "enable() refuses it"
+    assert "transformers 4.57.0: our adapter works with 5 or newer" in texts[1] and len(texts) == 2
 
 
-@pytest.mark.parametrize("torch, text", [(None, "not installed"), ("2.5.1", "older than 2.6")])
+@pytest.mark.parametrize(("torch", "text"), [(None, "not installed"), ("2.5.1", "older than 2.6")])
 def test_without_a_usable_torch_nothing_trains(torch: str | None, text: str) -> None:
-    found = examine_software(lambda name: torch if name == "torch" else None)
-    (problem,) = (finding for finding in found.findings if finding.level == PROBLEM)
+    report = report_of(doctor.examine_software, lambda name: torch if name == "torch" else None)
+    (problem,) = (finding for finding in report.findings if finding.level == PROBLEM)
     assert text in problem.text and "pip install" in problem.remedy
 
 
-def test_the_command_examines_a_machine_without_torch() -> None:
-    script = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from superoffload.tools.cli import main\n"
-        "sys.exit(main(['doctor', '--no-bandwidth']))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert "no GPU: torch is not installed" in done.stdout, done.stderr
-    assert "every bit as it has to be" in done.stdout
-
-
-def test_slower_instruction_set_by_choice_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slower_instruction_set_by_choice_is_said() -> None:
     if len(kernels.available_isas()) < 2:
         pytest.skip("needs a second instruction set")
-    monkeypatch.setenv(kernels.ISA_VARIABLE, "scalar")
     with kernels.using_isa("scalar"):
-        found = examine_instruction_sets()
-    assert "scalar is in use although" in one_warning(found) and kernels.ISA_VARIABLE in one_warning(found)
-
-
-def test_an_instruction_set_that_is_not_here_ends_the_command_in_one_line() -> None:
-    """Forced in the environment, where the kernels meet it when they are first imported."""
-    environment = {**os.environ, kernels.ISA_VARIABLE: "mmx"}
-    command = [sys.executable, "-m", "superoffload", "doctor", "--no-bandwidth"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (EXIT_USAGE, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"superoffload: error: {kernels.ISA_VARIABLE}=mmx: ")
-    assert ", ".join(kernels.available_isas()) in line
+        report = report_of(doctor.examine_instruction_sets, {})
+    assert "scalar is in use although" in one_warning(report) and kernels.ISA_VARIABLE in one_warning(report)
 
 
 # ---- small parts ----

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.memory_limit import Arrays, MemoryLimit, Way, all_ways, streams_of
 from superoffload import _native
-from superoffload.tools.doctor.memory_limit import Arrays, MemoryLimit, Way, all_ways, streams_of
 
 READ, WRITE, UPDATE = _native.Access.read, _native.Access.write, _native.Access.update
 GUARD = 64  # bytes around an array that no code may touch

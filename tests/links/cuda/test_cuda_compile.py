@@ -16,7 +16,7 @@ from superoffload.links.cuda import compile as compiling
 from superoffload.links.cuda import nvrtc
 from superoffload.links.cuda.compile import compile_kernels
 from superoffload.links.cuda.nvrtc import CompileError, Nvrtc, Program
-from superoffload.tools.doctor.gpu import TorchAccelerators
+from superoffload.tools.doctor import Report, judge_compiler
 from tests.support.checkout import ROOT
 
 
@@ -237,29 +237,24 @@ def test_sources_are_found_in_the_repository() -> None:
 # ---- the doctor -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of an architecture that every compiler here knows, and one of a newer."""
-    capabilities = [(9, 0), (10, 0)]
-    monkeypatch.setattr("torch.cuda.device_count", lambda: len(capabilities))
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: capabilities[index])
-
-
-@pytest.mark.usefixtures("gpus")
-def test_the_doctor_names_the_compiler_that_knows_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_names_the_compiler_that_knows_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, TooOld("old.so"), Compiler((12, 0), [80, 90]), Compiler())
-    described, _ = TorchAccelerators().compiler()
-    assert described == "NVRTC 12.0 (made up), NVRTC 13.0 (made up)"
+    report = Report()
+    judge_compiler(report, "sm_90")
+    judge_compiler(report, "sm_100")
+    assert [finding.text for finding in report.findings] == [
+        "kernels for sm_90 are compiled by NVRTC 12.0 (made up)",
+        "kernels for sm_100 are compiled by NVRTC 13.0 (made up)",
+    ]
 
 
-@pytest.mark.usefixtures("gpus")
 def test_the_doctor_tells_of_compilers_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, TooOld("old.so"), Compiler((12, 0), [80, 90]))
-    assert TorchAccelerators().compiler() == (
-        "",
-        "old.so for sm_100: has no nvrtcGetNumSupportedArchs: too old; "
-        "made up for sm_100: it compiles for sm_80, sm_90",
-    )
+    report = Report()
+    judge_compiler(report, "sm_100")
+    (finding,) = report.findings
+    assert "no kernels" in finding.text and "superoffload[cuda13]" in finding.remedy
+    assert "old.so for sm_100: has no nvrtcGetNumSupportedArchs: too old; made up for sm_100: it comp" in finding.text
 
 
 class TooOld(Nvrtc):
