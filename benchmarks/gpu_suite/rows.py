@@ -59,6 +59,10 @@ _TEST_SOURCES = (
     *_OUR_SOURCES,
     *("tests/gpu", "tests/conftest.py", "tests/support/reference", "tests/support/kernel_battery.json"),
     *(
+        f"tests/convergence/{name}.py"
+        for name in ("engines", "local_ranks", "meshes", "mixture", "setup", "tensor_parallel")
+    ),
+    *(
         f"tests/support/{name}.py"
         for name in (
             "checkout",

@@ -26,6 +26,10 @@ _TORCHS = {
     "differentiable": "no gradients flow through this optimizer's step",
     "amsgrad": "another algorithm, which is not offered",
 }
+_ADAMWS = {
+    "accumulate_dtype": "this one reads p.grad as it is: set p.grad_dtype = torch.float32 on the parameters",
+    "master_dtype": "masters are fp32 here",
+}
 _LOOPS = ("foreach", "fused")  # how torch loops over parameters; our loop is native, whatever is asked for
 OF_TORCH = (*_TORCHS, "decoupled_weight_decay")  # keys of a group with which torch steps it otherwise
 
@@ -107,10 +111,14 @@ def _advice(name: str, accepted: list[str]) -> str:
         return "it chooses torch's loop over parameters, and changes nothing here: expected True, False or None."
     if name in _TORCHS:
         return f"torch.optim.AdamW has it ({_TORCHS[name]}): leave it out, or pass {name}=False."
+    if name in _ADAMWS:
+        return f"superoffload.AdamW has it; {_ADAMWS[name]}."
     words = name.lower()
     if _is_clipping(words):
         if "max_grad_norm" in accepted:
             return "did you mean max_grad_norm, the threshold of the global gradient norm?"
         return "this one does not clip: call torch.nn.utils.clip_grad_norm_, or use superoffload.AdamW(max_grad_norm=)."
-    meant = next(iter(get_close_matches(words, accepted, n=1)), None)
-    return f"did you mean {meant}?" if meant else "nothing here has a similar name."
+    alike = get_close_matches(words, accepted, n=1)
+    if words in ("grad_dtype", "gradient_dtype"):  # of which the nearest spelling is another argument
+        alike = ["accumulate_dtype"]
+    return f"did you mean {alike[0]}?" if alike else "nothing here has a similar name."
