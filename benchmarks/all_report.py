@@ -61,7 +61,8 @@ def _of_memory(result: Row) -> str:
 
 
 def _of_state(result: Row) -> str:
-    return f"bf16 minus fp32 moments: {result['mean_difference']:+.4f} nats per byte"
+    shown = [f"{row['setting']} {row['mean_difference']:+.4f}" for row in result["differences"]]
+    return f"held-out loss minus that of fp32 state, {result['unit']}: {', '.join(shown)}"
 
 
 def _of_ranks(result: Row) -> str:
