@@ -17,12 +17,6 @@ def parser(name: str, *, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
 
 
-def add_option(group: argparse._ActionsContainer, flag: str, *, help: str, **settings: Any) -> None:
-    """Adds an argument whose help tells its default, if it has one."""
-    default = settings.get("default")
-    group.add_argument(flag, help=help if default is None else f"{help} (default: {default})", **settings)
-
-
 def start(
     parser: argparse.ArgumentParser,
     run: Callable[[argparse.Namespace], int],

@@ -10,14 +10,15 @@ from typing import Any
 from benchmarks import command
 from benchmarks.training.config import TrainingConfig
 from superoffload.errors import ArgumentError
+from superoffload.tools.output import add_option
 
 Measure = Callable[[TrainingConfig, Any, Callable[[str, int], None]], dict[str, Any]]
 Plot = Callable[[dict[str, Any], Path], None]
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
-    command.add_option(parser, "--steps", type=int, default=300, help="of every run")
-    command.add_option(parser, "--seed", type=int, default=0, help="of weights and batches")
+    add_option(parser, "--steps", type=int, default=300, help="of every run")
+    add_option(parser, "--seed", type=int, default=0, help="of weights and batches")
     parser.add_argument("--data", nargs="+", metavar="PATH", help="text (default: the Python standard library)")
     command.add_output_options(parser)
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 from statistics import median
 
 PLOT_HINT = "matplotlib is not installed, so no plot was drawn: pip install 'superoffload[demo]'"
 
 
 def matplotlib_installed() -> bool:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return find_spec("matplotlib") is not None
 
 
 def smooth(values: Sequence[float], width: int = 21) -> list[float]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks import command, style
 from superoffload.timeline import COMPUTE, PROCESSORS, VERDICT, read_trace
+from superoffload.tools.output import add_option
 
 Event = dict[str, Any]
 
@@ -92,7 +93,7 @@ def _label(axes: Any, text: str, begin: float, duration: float, row: int, room: 
 def make_parser() -> argparse.ArgumentParser:
     parser = command.parser("timeline", description="Draw the three steps of a trace with the most different fates.")
     parser.add_argument("trace", metavar="TRACE", help="a file that AdamW(..., trace=TRACE) wrote")
-    command.add_option(parser, "--plot", metavar="PATH", default="timeline.png", help="the picture, a PNG")
+    add_option(parser, "--plot", metavar="PATH", default="timeline.png", help="the picture, a PNG")
     return parser
 
 

@@ -26,6 +26,8 @@ from typing import Any
 
 # Threads of torch that spin while they wait would take the processors of the optimizer's worker threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# With a GPU, torch multiplies matrices deterministically only with this setting of cuBLAS.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 import torch.nn.functional as F

@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks import command
 from benchmarks.training.config import STATE_SETTINGS
 from superoffload.errors import ArgumentError
+from superoffload.tools.output import add_option
 
 _LARGE, _QUICK = 1 << 26, 1 << 22
 _SIZES = tuple(1 << power for power in range(10, 29, 2))  # 1 k to 256 M
@@ -21,7 +22,7 @@ def make_parser() -> argparse.ArgumentParser:
         "against a walk over the same memory, torch's fused AdamW and DeepSpeedCPUAdam, interleaved. Exits with 0 once "
         "everything was measured, whether targets were met or not: those depend on the machine.",
     )
-    command.add_option(parser, "--numel", type=int, default=_LARGE, help="elements of the large arrays")
+    add_option(parser, "--numel", type=int, default=_LARGE, help="elements of the large arrays")
     parser.add_argument(
         "--sizes", type=int, nargs="*", metavar="N", help="elements of the growth curve (default: 1 k to 256 M)"
     )
@@ -29,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--threads", type=int, nargs="+", metavar="N", help="thread counts (default: 1, powers of two, all)"
     )
     parser.add_argument("--isas", nargs="+", metavar="NAME", help="instruction sets (default: all of this machine)")
-    command.add_option(parser, "--seconds", type=float, default=30.0, help="for each of the two large tables")
+    add_option(parser, "--seconds", type=float, default=30.0, help="for each of the two large tables")
     parser.add_argument("--no-deepspeed", action="store_true", help="do not time DeepSpeedCPUAdam, though installed")
     parser.add_argument(
         "--state",

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks import command
 from superoffload.errors import ArgumentError
+from superoffload.tools.output import add_option
 
 THREADS = (2, 16, 64)
 
@@ -22,9 +23,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--threads", nargs="+", type=int, default=THREADS, metavar="N", help=f"waiting workers (default: {threads})"
     )
-    command.add_option(parser, "--seconds", type=float, default=3.0, help="to wait, with each number of workers")
-    command.add_option(parser, "--arrivals", type=int, default=1000, help="that wake workers")
-    command.add_option(parser, "--rounds", type=int, default=40, help="steps that are timed")
+    add_option(parser, "--seconds", type=float, default=3.0, help="to wait, with each number of workers")
+    add_option(parser, "--arrivals", type=int, default=1000, help="that wake workers")
+    add_option(parser, "--rounds", type=int, default=40, help="steps that are timed")
     parser.add_argument("--quick", action="store_true", help="few of everything, to see that it works")
     parser.add_argument("--json", metavar="PATH", help="write machine, versions and rows to this file")
     return parser

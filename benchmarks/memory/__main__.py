@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from benchmarks import command
+from superoffload.tools.output import add_option
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -14,8 +15,8 @@ def make_parser() -> argparse.ArgumentParser:
         "memory grows by with stats() after the last step, and with plan at the peak. Exits with 1 if either is off by "
         "more than 3 %%. Linux only.",
     )
-    command.add_option(parser, "--numel", type=float, default=4e8, help="parameters, in bf16")
-    command.add_option(parser, "--steps", type=int, default=40, help="of each setting")
+    add_option(parser, "--numel", type=float, default=4e8, help="parameters, in bf16")
+    add_option(parser, "--steps", type=int, default=40, help="of each setting")
     parser.add_argument("--json", metavar="PATH", help="write machine, versions and rows to this file")
     parser.add_argument("--quiet", action="store_true", help="no progress, only the result")
     return parser

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks import command
 from superoffload.errors import ArgumentError
+from superoffload.tools.output import add_option
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -17,12 +18,12 @@ def make_parser() -> argparse.ArgumentParser:
         "the share of the checks. --meshes and --on-paper measure something else: what it costs ranks to know who "
         "owns what.",
     )
-    command.add_option(parser, "--ranks", type=int, default=2, help="processes on this machine")
-    command.add_option(parser, "--hidden", type=int, default=512, help="width of the model")
-    command.add_option(parser, "--layers", type=int, default=4, help="of the model")
-    command.add_option(parser, "--rows", type=int, default=4, help="of 64 tokens, per rank and step")
-    command.add_option(parser, "--rounds", type=int, default=6, help="turns of each option, or mesh")
-    command.add_option(parser, "--steps", type=int, default=4, help="per turn")
+    add_option(parser, "--ranks", type=int, default=2, help="processes on this machine")
+    add_option(parser, "--hidden", type=int, default=512, help="width of the model")
+    add_option(parser, "--layers", type=int, default=4, help="of the model")
+    add_option(parser, "--rows", type=int, default=4, help="of 64 tokens, per rank and step")
+    add_option(parser, "--rounds", type=int, default=6, help="turns of each option, or mesh")
+    add_option(parser, "--steps", type=int, default=4, help="per turn")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--meshes",

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks import command
 from superoffload.errors import ArgumentError
+from superoffload.tools.output import add_option
 
 _TOKENS = (2048, 4096, 6144, 8192, 12288)
 _PARTS = ("model", "delivery", "traces", "micro-batches", "wall-clock")
@@ -23,14 +24,14 @@ def make_parser() -> argparse.ArgumentParser:
         "machine's processors. Exits with 1 if adaptive is more than 3 % slower than the best fixed choice on any "
         "sequence.",
     )
-    command.add_option(parser, "--parameters", type=float, default=7e9, help="of the model in virtual time")
+    add_option(parser, "--parameters", type=float, default=7e9, help="of the model in virtual time")
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", default=_TOKENS, help="per step, in virtual time")
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS, help="some of it (default: all)")
-    command.add_option(parser, "--trace-steps", type=int, default=200, help="of each sequence of verdicts")
-    command.add_option(parser, "--numel", type=int, default=_NUMEL, help="parameters beside real work")
-    command.add_option(parser, "--threads", type=int, default=1, help="worker threads beside real work")
-    command.add_option(parser, "--rounds", type=int, default=7, help="turns of each contestant")
-    command.add_option(parser, "--steps", type=int, default=6, help="per turn")
+    add_option(parser, "--trace-steps", type=int, default=200, help="of each sequence of verdicts")
+    add_option(parser, "--numel", type=int, default=_NUMEL, help="parameters beside real work")
+    add_option(parser, "--threads", type=int, default=1, help="worker threads beside real work")
+    add_option(parser, "--rounds", type=int, default=7, help="turns of each contestant")
+    add_option(parser, "--steps", type=int, default=6, help="per turn")
     parser.add_argument("--quick", action="store_true", help="few steps and parameters, to see that it works")
     command.add_output_options(parser, facts="machine, versions, limit and rows")
     return parser

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks import command
 from superoffload.errors import ArgumentError
+from superoffload.tools.output import add_option
 
 COUNTS = (250, 1000, 2000, 5000, 20000)
 _QUICK_COUNTS = (50, 200)
@@ -24,19 +25,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--counts", type=int, nargs="+", metavar="N", help=f"parameter tensors of the model (default: {counts})"
     )
-    command.add_option(parser, "--numel", type=int, default=256, help="elements per tensor")
-    command.add_option(
+    add_option(parser, "--numel", type=int, default=256, help="elements per tensor")
+    add_option(
         parser,
         "--idle",
         type=float,
         default=0.0,
         help="share of the tensors that get no gradient in a step, as experts without a token; others in each step",
     )
-    command.add_option(
-        parser, "--processors", type=int, default=1, help="for torch, worker threads and everything else"
-    )
-    command.add_option(parser, "--rounds", type=int, default=7, help="turns of each contestant")
-    command.add_option(parser, "--steps", type=int, default=3, help="per turn")
+    add_option(parser, "--processors", type=int, default=1, help="for torch, worker threads and everything else")
+    add_option(parser, "--rounds", type=int, default=7, help="turns of each contestant")
+    add_option(parser, "--steps", type=int, default=3, help="per turn")
     parser.add_argument("--quick", action="store_true", help="few tensors and rounds, to see that it works")
     command.add_output_options(parser)
     return parser

@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks import command
 from superoffload.errors import ArgumentError
+from superoffload.tools.output import add_option
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -19,12 +20,12 @@ def make_parser() -> argparse.ArgumentParser:
         "DeepSpeed's own SuperOffload. Ratios are those of turns side by side.",
     )
     parser.add_argument("--ranks", help="numbers of ranks, each measured (default: 1,2; with a single GPU 1)")
-    command.add_option(parser, "--width", type=int, default=768, help="of the hidden layers")
-    command.add_option(parser, "--layers", type=int, default=4, help="of 8 width^2 parameters each")
-    command.add_option(parser, "--tokens", type=int, default=256, help="per rank and step")
-    command.add_option(parser, "--rounds", type=int, default=8, help="turns of each contestant")
-    command.add_option(parser, "--steps", type=int, default=3, help="per turn")
-    command.add_option(parser, "--clip", default="off,0.05", help='thresholds of the norm, or "off"')
+    add_option(parser, "--width", type=int, default=768, help="of the hidden layers")
+    add_option(parser, "--layers", type=int, default=4, help="of 8 width^2 parameters each")
+    add_option(parser, "--tokens", type=int, default=256, help="per rank and step")
+    add_option(parser, "--rounds", type=int, default=8, help="turns of each contestant")
+    add_option(parser, "--steps", type=int, default=3, help="per turn")
+    add_option(parser, "--clip", default="off,0.05", help='thresholds of the norm, or "off"')
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--threads", type=int, help="worker threads per rank (default: the rank's share of cores)")
     parser.add_argument("--json", metavar="PATH", help="write machine, versions and rows to this file")

@@ -14,6 +14,7 @@ import torch
 from superoffload.adamw import AdamW
 from superoffload.tools import verify
 from superoffload.tools.cli import main
+from tests.support.over_stand_in import check_links, over_stand_in
 
 
 def run(*options: str) -> int:
@@ -42,6 +43,15 @@ def test_every_step_is_compared_and_every_outcome_occurs(tmp_path: Path, capsys:
 )
 def test_other_settings_are_verified(options: tuple[str, ...]) -> None:
     assert run(*options) == 0
+
+
+@pytest.mark.parametrize("delivery", ["eager", "on_demand"])
+def test_the_cuda_link_over_the_stand_in_is_verified(
+    delivery: str, fake: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with over_stand_in(fake) as links:
+        assert run("--delivery", delivery) == 0, capsys.readouterr().out
+    check_links(links)
 
 
 def test_ranks_of_torchrun_verify_their_shards(tmp_path: Path) -> None:
