@@ -28,7 +28,7 @@ def check_writable(path: str | None, argument: str) -> None:
         with open(path, "a", encoding="utf-8"):
             pass
         if is_new:
-            os.unlink(path)
+            Path(path).unlink(missing_ok=True)  # other ranks check it at the same time
     except OSError as error:
         raise ArgumentError(
             f"{argument}={path}: the file cannot be written ({error.strerror}); name a file in an existing folder"

@@ -130,6 +130,9 @@ def test_an_anomaly_is_one_line_when_it_begins_and_one_when_it_is_over(
     (line,) = caplog.messages
     assert line.startswith(f"rank 3: step {60 + patience - 1}: {text}")
     assert caplog.records[0].levelno == logging.WARNING
+    for step in range(100, 180):  # what lasts does not become usual
+        anomalies.observe(step, seconds, skipped=skipped)
+    assert caplog.messages == [line]
     for step in range(200, 203):
         anomalies.observe(step, 1.0, skipped=False)
     name = text.split(":")[0]

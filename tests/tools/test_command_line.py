@@ -85,6 +85,20 @@ def test_checking_an_output_file_leaves_nothing_behind(tmp_path: Path) -> None:
     assert (tmp_path / "old.json").read_text() == "{}"
 
 
+def test_several_ranks_may_check_an_output_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank removes it in between."""
+    path = tmp_path / "new.json"
+    unlink = Path.unlink
+
+    def removed_before(self: Path, missing_ok: bool = False) -> None:
+        unlink(self)
+        unlink(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", removed_before)
+    check_writable(str(path), "json")
+    assert not path.exists()
+
+
 def test_full_disk_is_a_clear_error() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs Linux: writes to /dev/full")

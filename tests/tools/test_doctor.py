@@ -86,15 +86,25 @@ def test_an_instruction_set_that_is_not_here_ends_the_command_in_one_line() -> N
     assert line.startswith(f"superoffload: error: {kernels.ISA_VARIABLE}=mmx: ")
 
 
-def test_an_inexact_undo_fails_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """An undo that leaves one master one unit in the last place off, as inverse arithmetic would."""
+@pytest.mark.parametrize("replay_too", [False, True])
+def test_an_inexact_undo_fails_the_command(
+    replay_too: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An undo that leaves one master one unit in the last place off, as inverse arithmetic would; also one whose replay
+    agrees with it."""
     honest, isa = kernels.Span.undo, kernels.current_isa()
 
     def inexact(span: kernels.Span) -> None:
         honest(span)
         span._arrays["master"].view("uint32")[1000] ^= 1
 
+    def replay(span: kernels.Span, hyper: kernels.Hyper) -> None:
+        span.undo()
+        span.step(hyper)
+
     monkeypatch.setattr(kernels.Span, "undo", inexact)
+    if replay_too:
+        monkeypatch.setattr(kernels.Span, "replay", replay)
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
     assert shown.count("PROBLEM  self-test") == len(kernels.available_isas()) and "not fit to train" in shown

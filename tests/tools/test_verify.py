@@ -32,6 +32,8 @@ def test_every_step_is_compared_and_every_outcome_occurs(tmp_path: Path, capsys:
     assert all(buckets[name] > 0 for name in verify.OUTCOMES)
     assert buckets["speculated"] == sum(buckets[name] for name in verify.OUTCOMES)
     assert "verified: all 96 digests are equal" in capsys.readouterr().out
+    met = {name for trouble in verify.TROUBLES.values() for name, value in vars(trouble).items() if value}
+    assert met == set(vars(verify.Trouble())), "every kind of trouble is met"
 
 
 @pytest.mark.parametrize(
