@@ -128,7 +128,11 @@ def plan(model: ModelShape, machine: Machine, asked: Settings) -> dict[str, Any]
         lines += ["It does not fit, with no settings of this planner.", *remedies(model, machine, asked)]
     if machine.gpu_memory:
         verdict = "fits" if torch_bytes <= estimate.rooms(machine, asked)[0] else "does not fit"
-        lines.append(f"torch.optim.AdamW on the GPU would need {torch_bytes / GIB:.1f} GiB: {verdict}.")
+        lines.append(
+            f"torch.optim.AdamW on the GPU, with fp32 masters and these activations, would need "
+            f"{torch_bytes / GIB:.1f} GiB: {verdict}."
+        )
+    lines.append("usable: without what CUDA, its allocator's gaps, the system and Python take (assumptions).")
     chosen = columns[-1] if found else None
     report = {"passed": found is not None, "parameters": model.parameters, "asked": columns[0], "found": chosen}
     return {**report, "torch_gpu_gib": torch_bytes / GIB, "code": "\n".join(code), "lines": lines}
@@ -176,7 +180,7 @@ def remedies(model: ModelShape, machine: Machine, asked: Settings) -> list[str]:
 def code_for(settings: Settings) -> list[str]:
     """Returns Python for a model of Hugging Face's on its device."""
     arguments = ["model.parameters()", "lr=1e-5", "max_grad_norm=1.0"]
-    lines = ["import superoffload, torch", "model.to(torch.bfloat16)  # the optimizer has the fp32 masters"]
+    lines = ["import superoffload, torch", "model.to(torch.bfloat16)  # the optimizer has the masters"]
     if settings.checkpointing == "full":
         lines.append("model.gradient_checkpointing_enable()")
     if settings.ranks > 1:

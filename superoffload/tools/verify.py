@@ -97,7 +97,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description="Train a small model twice from the same seeds, speculative and synchronous, with NaN, Inf, clips\n"
         "and other trouble on the way, and compare SHA-256 digests of masters, exp_avg, exp_avg_sq and parameters\n"
         "after every step. Exits with 0 only if all are equal and speculated buckets ended in every possible way.\n"
-        "Under torchrun, every rank trains and compares its FSDP2 shard.",
+        "Under torchrun, every rank trains and compares its FSDP2 shard:\n"
+        "  torchrun --nproc-per-node 2 -m superoffload verify",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_option(parser, "--steps", type=int, default=LEAST_STEPS, help=f"optimizer steps, at least {LEAST_STEPS}")
@@ -204,7 +205,8 @@ def _compare(args: argparse.Namespace, device: Any, rank: int, ranks: int, say: 
                 changed = ", ".join(part for part in digests if digests[part] != before[part])
                 problem = f"the step had to leave everything as it was, but {changed} changed"
             compared += len(digests)
-            say(f"step {step}/{args.steps}  loss {one.loss:.3f}  {'DIFFERENT' if problem else 'equal'}  {trouble}")
+            verdict = "DIFFERENT" if problem else "equal"
+            say(f"step {step}/{args.steps}  loss {one.loss:.3f}  {verdict}  {trouble}".rstrip())
             # Together: a rank that stops alone would leave the others waiting.
             if any(_gathered(bool(problem), ranks)):
                 problems += [f"step {step} ({trouble}): {problem}"] if problem else []
