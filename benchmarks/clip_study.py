@@ -2,7 +2,7 @@
 
     python benchmarks/clip_study.py --steps 3000 --lr 1e-3 3e-3 1e-2 --out benchmarks/results/clip_study.json
 
-Trains the small language model of `superoffload train` from random weights at several learning rates, with adaptive
+Trains the small language model of `benchmarks.training` from random weights at several learning rates, with adaptive
 speculation and max_grad_norm 1, and writes one row per 100 steps: how many steps were clipped, what became of the
 buckets, what the journal took and how often adaptive chose to speculate. With matplotlib, also a plot next to it.
 """

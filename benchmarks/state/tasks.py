@@ -50,7 +50,7 @@ class Task(Protocol):
 
 
 class TextTask:
-    """Trains the demo's model on bytes of text, as `superoffload train` does."""
+    """Trains the demo's model on bytes of text, as `benchmarks.training` does."""
 
     unit = "nats per byte"
 
