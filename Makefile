@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 NATIVE_SOURCES := $(shell find csrc -path csrc/tests -prune -o -type f -print)
-CPP_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
+CPP_FILES := $(shell find csrc benchmarks/bandwidth -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 JOBS := $(shell getconf _NPROCESSORS_ONLN)
 # Files of tests at a time: half of the tests keep one processor busy, or wait for another rank. Not more with more
 # processors, since each has ranks and an imported DeepSpeed of its own. Files in their order: long ones are not last.

@@ -93,7 +93,7 @@ def plan(machine: str, environment: Mapping[str, str] = os.environ) -> Plan:
     isas = chosen_isas(known, machine, environment)
     common = common + [f"-DSUPEROFFLOAD_BUILT_{name.upper()}=1" for name in isas]
     sources = dict.fromkeys(("csrc/bindings.cpp", "csrc/cuda_bindings.cpp"), common + flags["bindings"])
-    folders = ("arm_adam", "cuda", "memory_limit", "runtime")
+    folders = ("arm_adam", "cuda", "runtime")
     for path in (path for name in folders for path in sorted(ROOT.glob(f"csrc/{name}/*.cpp"))):
         isa = path.stem.removeprefix("isa_") if path.stem.startswith("isa_") else None
         if isa is None or isa in isas:

@@ -5,7 +5,6 @@
 
 #include "arm_adam/adam.h"
 #include "cuda_bindings.h"
-#include "memory_limit/traversal.h"
 #include "runtime/bit_sums.h"
 #include "runtime/bucket_work.h"
 #include "runtime/completion.h"
@@ -292,35 +291,11 @@ void bind_runtime(py::module_& module) {
     module.def("now_seconds", &superoffload::now_seconds);
 }
 
-void bind_memory_limit(py::module_& module) {
-    namespace limit = superoffload::memory_limit;
-    py::enum_<limit::Access>(module, "Access")
-        .value("read", limit::Access::read)
-        .value("write", limit::Access::write)
-        .value("update", limit::Access::update);
-    py::class_<limit::Stream>(module, "Stream")
-        .def(py::init([](Address base, std::size_t element_size, limit::Access access) {
-                 return limit::Stream{pointer<std::uint8_t>(base), element_size, access};
-             }),
-             py::arg("base"), py::arg("element_size"), py::arg("access"));
-    module.def("memory_loops", &limit::available_loops);
-    module.def(
-        "walk_memory",
-        [](const std::vector<limit::Stream>& streams, std::size_t numel, std::size_t block, const std::string& loops,
-           bool streaming_stores, const std::vector<int>& cpus, int repeats) {
-            const py::gil_scoped_release release;
-            return limit::walk(streams, numel, {block, loops, streaming_stores}, cpus, repeats);
-        },
-        py::arg("streams"), py::arg("numel"), py::arg("block"), py::arg("loops"), py::arg("streaming_stores"),
-        py::arg("cpus"), py::arg("repeats") = 1);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
     module.doc() = "superoffload's C++ extension; use superoffload.kernels and superoffload.AdamW";
     bind_kernels(module);
     bind_runtime(module);
-    bind_memory_limit(module);
     bind_cuda(module);
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import workload as settings
-from benchmarks.memory_limit import Arrays, MemoryLimit
+from benchmarks.bandwidth.limit import Arrays, MemoryLimit
 from benchmarks.timing import Contestant, timed
 from benchmarks.workload import Workload
 from superoffload import _native, kernels

@@ -18,7 +18,7 @@ from benchmarks import style
 from benchmarks.adam import contestants as who
 from benchmarks.adam.eight_bit_peers import PEERS
 from benchmarks.adam.state_error import error_of_peer, error_of_setting, exact_change
-from benchmarks.memory_limit import MemoryLimit
+from benchmarks.bandwidth.limit import MemoryLimit
 from benchmarks.timing import Contestant, Rounds, Samples, interleave, timed
 from benchmarks.training.config import STATE_SETTINGS
 from benchmarks.workload import BETAS, BYTES_PER_PARAM, EPS, LR, WEIGHT_DECAY, Workload

@@ -53,6 +53,7 @@ _PEER_SOURCES = (
 _OUR_SOURCES = (
     *PACKAGE,
     *_PEER_SOURCES,
+    "benchmarks/bandwidth",
     *_suite_files("given_gradients", "launches", "machine_rows", "pack_kernel", "races", "smoke"),
 )
 _TEST_SOURCES = (

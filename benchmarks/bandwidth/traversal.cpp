@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <atomic>
-#include <stdexcept>
+#include <chrono>
+#include <cstring>
+#include <system_error>
 #include <thread>
+#include <vector>
 
-#include "../runtime/completion.h"
 #include "loops.h"
 
 #ifdef __linux__
@@ -19,15 +21,16 @@ namespace {
 constexpr std::size_t kLargestChunk = 64 * 1024;  // elements; the worker threads take as many at a time
 constexpr std::size_t kSmallestChunk = 64;        // a whole cache line of every stream
 
-const Loops& loops_named(const std::string& name) {
+const Loops* loops_named(const char* name) {
     NamedLoops found[4];
     const std::size_t count = supported_loops(found);
-    std::string names;
-    for (std::size_t i = 0; i < count; ++i) {
-        if (name == found[i].name) return *found[i].loops;
-        names += (i == 0 ? "" : ", ") + std::string(found[i].name);
-    }
-    throw std::invalid_argument("loops: \"" + name + "\", expected one of " + names);
+    NamedLoops* end = found + count;
+    const auto* one = std::find_if(found, end, [&](const NamedLoops& each) { return !std::strcmp(each.name, name); });
+    return one == end ? nullptr : one->loops;
+}
+
+double now_seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 void bind_to(int cpu) {
@@ -44,12 +47,13 @@ void bind_to(int cpu) {
 
 class Walk {
    public:
-    Walk(const std::vector<Stream>& streams, std::size_t numel, const Way& way, std::size_t threads, int repeats)
-        : streams_(streams),
+    Walk(const Stream* streams, std::size_t count, std::size_t numel, std::size_t block, const Loops& loops,
+         bool streaming, std::size_t threads, int repeats)
+        : streams_(streams, streams + count),
           numel_(numel),
-          block_(way.block),
-          loops_(loops_named(way.loops)),
-          streaming_(way.streaming_stores),
+          block_(block),
+          loops_(loops),
+          streaming_(streaming),
           repeats_(repeats) {
         const std::size_t share = (numel + threads - 1) / threads;
         const std::size_t rounded = (share + kSmallestChunk - 1) / kSmallestChunk * kSmallestChunk;
@@ -87,13 +91,13 @@ class Walk {
     void walk_block(const Stream& stream, std::uint8_t* base, std::size_t bytes) {
         const std::uint32_t zero = zero_.load(std::memory_order_relaxed);
         switch (stream.access) {
-            case Access::read:
+            case read:
                 loops_.read(base, bytes);
                 break;
-            case Access::update:
+            case update:
                 loops_.update(base, bytes, zero);
                 break;
-            case Access::write:
+            case write:
                 if (streaming_ && reinterpret_cast<std::uintptr_t>(base) % loops_.width == 0) {
                     loops_.write_streaming(base, bytes, zero);
                 } else {
@@ -103,7 +107,7 @@ class Walk {
         }
     }
 
-    const std::vector<Stream>& streams_;
+    const std::vector<Stream> streams_;
     std::size_t numel_;
     std::size_t block_;
     const Loops& loops_;
@@ -119,30 +123,26 @@ enum class Signal { wait, go, give_up };
 
 }  // namespace
 
-std::vector<std::string> available_loops() {
+extern "C" const char* loops_name(std::size_t index) {
     NamedLoops found[4];
-    const std::size_t count = supported_loops(found);
-    std::vector<std::string> names;
-    for (std::size_t i = 0; i < count; ++i) names.emplace_back(found[i].name);
-    return names;
+    return index < supported_loops(found) ? found[index].name : nullptr;
 }
 
-double walk(const std::vector<Stream>& streams, std::size_t numel, const Way& way, const std::vector<int>& cpus,
-            int repeats) {
-    if (cpus.empty()) throw std::invalid_argument("cpus: empty, expected one entry per thread");
-    if (repeats < 1) throw std::invalid_argument("repeats: " + std::to_string(repeats) + ", expected at least 1");
-    if (way.block < 1) throw std::invalid_argument("block: 0, expected at least 1 element");
-    Walk shared(streams, numel, way, cpus.size(), repeats);
+extern "C" double walk(const Stream* streams, std::size_t count, std::size_t numel, std::size_t block,
+                       const char* loops, int streaming_stores, const int* cpus, std::size_t threads, int repeats) {
+    const Loops* chosen = loops_named(loops);
+    if (chosen == nullptr) return -1;
+    Walk shared(streams, count, numel, block, *chosen, streaming_stores != 0, threads, repeats);
     std::atomic<Signal> signal{Signal::wait};
     std::atomic<std::size_t> ready{0};
-    std::vector<double> ends(cpus.size(), 0);
-    std::vector<std::thread> threads;
+    std::vector<double> ends(threads, 0);
+    std::vector<std::thread> started;
     const auto join = [&] {
-        for (std::thread& thread : threads) thread.join();
+        for (std::thread& thread : started) thread.join();
     };
     try {
-        for (std::size_t i = 0; i < cpus.size(); ++i) {
-            threads.emplace_back([&, i] {
+        for (std::size_t i = 0; i < threads; ++i) {
+            started.emplace_back([&, i] {
                 bind_to(cpus[i]);
                 ready.fetch_add(1);
                 while (signal.load(std::memory_order_acquire) == Signal::wait) {
@@ -152,12 +152,12 @@ double walk(const std::vector<Stream>& streams, std::size_t numel, const Way& wa
                 ends[i] = now_seconds();
             });
         }
-    } catch (...) {  // the system has no more threads
+    } catch (const std::system_error&) {  // the system has no more threads
         signal.store(Signal::give_up);
         join();
-        throw;
+        return -1;
     }
-    while (ready.load() < cpus.size()) std::this_thread::yield();
+    while (ready.load() < threads) std::this_thread::yield();
     const double began = now_seconds();
     signal.store(Signal::go, std::memory_order_release);
     join();

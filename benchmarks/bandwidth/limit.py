@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from superoffload import _native
+from benchmarks.bandwidth.walks import Access, Stream, memory_loops, walk_memory
 
-READ, WRITE, UPDATE = _native.Access.read, _native.Access.write, _native.Access.update
+READ, WRITE, UPDATE = Access.read, Access.write, Access.update
 
 _BLOCKS = (64, 256, 1024)
 _LARGEST_TRIAL = 1 << 24  # elements: beyond every cache, so larger arrays prefer the same way
 _TRIALS = 3
 
 # How each operation accesses master and moments, the packed gradient, the shadow and the journal's codes.
-_TRAFFIC: Mapping[str, tuple[_native.Access, _native.Access, _native.Access | None, _native.Access | None]] = {
+_TRAFFIC: Mapping[str, tuple[Access, Access, Access | None, Access | None]] = {
     "step": (UPDATE, READ, WRITE, None),
     "journaled": (UPDATE, READ, WRITE, WRITE),
     "undo": (UPDATE, READ, None, READ),
@@ -62,7 +62,7 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Way:
-    """Describes how to walk; see csrc/memory_limit/traversal.h."""
+    """Describes how to walk; see benchmarks/bandwidth/traversal.h."""
 
     loops: str
     block: int
@@ -73,7 +73,7 @@ class Way:
 
 
 def all_ways() -> list[Way]:
-    loops = _native.memory_loops()
+    loops = memory_loops()
     return [
         Way(name, block, streaming)
         for name in dict.fromkeys((loops[0], loops[-1]))
@@ -82,7 +82,7 @@ def all_ways() -> list[Way]:
     ]
 
 
-def streams_of(operation: str, width: int, arrays: Arrays) -> tuple[list[_native.Stream], float]:
+def streams_of(operation: str, width: int, arrays: Arrays) -> tuple[list[Stream], float]:
     """Returns the arrays an operation touches, and the bytes it moves per parameter; `width` in bytes per code."""
     state, gradient, shadow, codes = (_SPLIT_TRAFFIC if arrays.split else _TRAFFIC)[operation]
     if arrays.split and operation == "publish":
@@ -93,7 +93,7 @@ def streams_of(operation: str, width: int, arrays: Arrays) -> tuple[list[_native
     sizes = [(array, array.element_size(), access) for array, access in parts]
     if codes is not None:
         sizes.append((arrays.codes, width, codes))
-    streams = [_native.Stream(array.data_ptr(), size, access) for array, size, access in sizes]
+    streams = [Stream(array.data_ptr(), size, access) for array, size, access in sizes]
     return streams, float(sum(size * (2 if access is UPDATE else 1) for _, size, access in sizes))
 
 
@@ -117,9 +117,7 @@ class MemoryLimit:
         return min(ways, key=best.__getitem__)
 
     def _walk(self, way: Way, numel: int, repeats: int) -> float:
-        seconds = _native.walk_memory(
-            self._streams, numel, way.block, way.loops, way.streaming_stores, self._cpus, repeats
-        )
+        seconds = walk_memory(self._streams, numel, way.block, way.loops, way.streaming_stores, self._cpus, repeats)
         return seconds / repeats
 
     def seconds(self, repeats: int = 1) -> float:
