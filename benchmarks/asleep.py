@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.rows_file import write_rows
+from benchmarks.results_file import write_rows
 from superoffload import AdamW
 from superoffload.host.memory import give_free_memory_back
 

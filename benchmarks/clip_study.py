@@ -10,7 +10,6 @@ buckets, what the journal took and how often adaptive chose to speculate. With m
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.facts import machine_facts, version_facts
+from benchmarks.results_file import write_results
 from benchmarks.training.config import ModelConfig, TrainingConfig
 from benchmarks.training.corpus import load_corpus
 from benchmarks.training.repeatable import torch_threads
@@ -124,7 +124,7 @@ def main() -> None:
             runs.append(study(lr, args))
             print(f"lr {lr:g}: {runs[-1]['seconds']} s, held-out loss {runs[-1]['held_out_loss']:.3f}", flush=True)
             facts = {"machine": machine_facts(), "versions": version_facts(), "runs": runs}
-            args.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+            write_results(args.out, facts)
     plot(runs, args.plot or args.out.with_suffix(".png"))
 
 

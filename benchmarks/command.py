@@ -76,10 +76,10 @@ def progress(args: argparse.Namespace) -> Callable[[str], None]:
 def write(args: argparse.Namespace, report: dict[str, Any], plot: Callable[[Path], None] | None = None) -> None:
     """Writes the requested JSON and plot."""
     from benchmarks.plots import PLOT_HINT, matplotlib_installed
-    from superoffload.tools.output import write_json
+    from benchmarks.results_file import write_results
 
     if args.json:
-        write_json(args.json, report)
+        write_results(args.json, report)
     path = _plot_path(args)
     if path is None or plot is None:
         return

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from superoffload import __version__, kernels
 from superoffload.host.processors import allowed_cpus
 from superoffload.host.system import System, largest_cache_bytes
-from superoffload.tools.doctor import installed_version
 
 _PACKAGES = ("torch", "numpy")
 _ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +43,13 @@ def benchmark_machine_facts() -> dict[str, Any]:
 def version_facts() -> dict[str, str]:
     packages = {package: installed_version(package) or "not installed" for package in _PACKAGES}
     return {"superoffload": __version__, "python": platform.python_version(), **packages}
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def cpu_name(system: System) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.rows_file import write_rows
+from benchmarks.results_file import write_rows
 from benchmarks.timing import Contestant, Rounds, interleave, timed
 from superoffload.integrations import megatron as adapter
 from tests.support.hybrid_device import hybrid, megatron, parameters, set_gradients, without_streams

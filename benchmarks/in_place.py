@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.rows_file import write_rows
+from benchmarks.results_file import write_rows
 from benchmarks.timing import Contestant, Rounds, interleave, timed
 from superoffload import AdamW
 

@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.facts import benchmark_machine_facts, commit, version_facts
+from benchmarks.results_file import write_results
 from benchmarks.sources import PACKAGE, digest_of
 from superoffload.errors import ArgumentError
 from superoffload.host.untrusted import read_json
@@ -162,7 +163,7 @@ class Results:
 
     def write(self, extra: Mapping[str, Any]) -> None:
         """Writes the file whole or not at all."""
-        write_json_whole(self.merged, {**self._header, **extra, "rows": list(self._rows.values())})
+        write_results(self.merged, plain({**self._header, **extra, "rows": list(self._rows.values())}))
 
 
 def run_jobs(
@@ -351,11 +352,3 @@ def _read(path: Path) -> Any:
 
 def _rows_of(report: Any) -> list[Row]:
     return list(report.get("rows", [])) if isinstance(report, dict) else []
-
-
-def write_json_whole(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes the file whole or not at all, even if the process ends."""
-    new = path.with_suffix(".new")
-    with naming_write_errors(path):
-        new.write_text(json.dumps(plain(values), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(new, path)

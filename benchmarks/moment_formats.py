@@ -12,7 +12,6 @@ rounded to nearest as published, and stochastically.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.facts import machine_facts, version_facts
+from benchmarks.results_file import write_rows
 
 BLOCK = 256
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-12  # eps so small that it hides nothing
@@ -143,10 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{row['name']:32} {row['decades']:7g} {row['correlation']:11.4f} {row['size']:6.3f} "
             f"{row['largest']:9.3g} {row['zeros_of_exp_avg_sq']:7.4f}"
         )
-    if args.out is not None:
-        settings = {"steps": args.steps, "blocks": args.blocks, "beta1": BETA1, "beta2": BETA2, "eps": EPS}
-        facts = {"machine": machine_facts(), "versions": version_facts(), "settings": settings}
-        args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    settings = {"steps": args.steps, "blocks": args.blocks, "beta1": BETA1, "beta2": BETA2, "eps": EPS}
+    write_rows(args.out, rows, settings=settings)
     return 0
 
 

@@ -9,7 +9,6 @@ are read once when they are published, and once when the next step begins.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.facts import machine_facts, version_facts
+from benchmarks.results_file import write_rows
 from benchmarks.training.config import ModelConfig
 from benchmarks.training.model import DTYPES, build_model, compute_dtype
 from superoffload import AdamW
@@ -85,8 +84,7 @@ def main() -> int:
                 f"{1e3 * row['noticing_seconds_median']:.1f} ms, {row['share']:.2%}"
             )
     if args.json:
-        facts = {"machine": machine_facts(), "versions": version_facts(), "rows": rows}
-        args.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        write_rows(args.json, rows)
     return 0
 
 

@@ -77,7 +77,8 @@ def _measure(args: argparse.Namespace, out: Path, log: Path, began: float) -> in
     from benchmarks.gpu_suite.smoke import sanitizer
     from benchmarks.gpu_suite.table import descriptions, short_table
     from benchmarks.gpu_suite.targets import all_targets, is_wrong
-    from benchmarks.jobs import Results, run_jobs, write_json_whole
+    from benchmarks.jobs import Results, plain, run_jobs
+    from benchmarks.results_file import write_results
     from superoffload.tools.output import check_writable
 
     check_writable(args.json, "json")
@@ -96,7 +97,7 @@ def _measure(args: argparse.Namespace, out: Path, log: Path, began: float) -> in
     found = {"left": [job.key for job in left], "targets": [target.as_json() for target in targets]}
     report = results.merge(jobs, {"command": sys.argv, "slot": args.slot, "gpu": _gpu(results.rows(jobs)), **found})
     if args.json:
-        write_json_whole(Path(args.json), report)
+        write_results(args.json, plain(report))
     show_failed_preparations(jobs, results)
     said, goes_on = describe_left(jobs, left, results)
     print("\n".join([short_table(report["rows"], targets), *said]))

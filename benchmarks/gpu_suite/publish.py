@@ -15,7 +15,8 @@ from benchmarks.facts import commit
 from benchmarks.gpu_suite.contestants import CONTESTANTS
 from benchmarks.gpu_suite.table import table
 from benchmarks.gpu_suite.targets import all_targets
-from benchmarks.jobs import plain, write_json_whole
+from benchmarks.jobs import plain
+from benchmarks.results_file import write_results
 from benchmarks.sources import digest_of
 from superoffload.errors import ArgumentError
 
@@ -57,7 +58,7 @@ def _write(target: Path, found: Mapping[str, Any], rows: list[dict[str, Any]]) -
     kept = [row for row in before if row["key"] not in measured]
     # The last call's command and what it left say nothing of rows from several calls and machines.
     facts = {name: value for name, value in found.items() if name not in ("command", "slot", "left")}
-    write_json_whole(target, {**facts, "commit": head, "targets": targets, "rows": [*new, *kept]})
+    write_results(target, plain({**facts, "commit": head, "targets": targets, "rows": [*new, *kept]}))
     print(f"{target}: {len(new)} rows, commit {head}; {len(kept)} of earlier commits")
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from benchmarks.facts import machine_facts, version_facts
+from benchmarks.results_file import write_results
 from tests.convergence.compare import Tolerance
 from tests.convergence.plot import plot_curves
 from tests.convergence.setup import Setup
@@ -47,7 +47,7 @@ def main() -> int:
     finite = {name: [v if math.isfinite(v) else None for v in losses] for name, losses in curves.items()}
     assert tolerance is not None
     allowed = {"mean_of_one_process_runs": tolerance.losses, "allowed_distance": tolerance.allowed_losses()}
-    args.out.write_text(json.dumps({**facts, "losses": finite, **allowed}, indent=1) + "\n", encoding="utf-8")
+    write_results(args.out, {**facts, "losses": finite, **allowed})
     plot_curves(curves, tolerance, args.plot or args.out.with_suffix(".png"))
     return 1 if any(row["problems"] for row in rows) else 0
 

@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
     _check_peers(args.settings)
     from tqdm import tqdm
 
+    from benchmarks.results_file import write_results
     from benchmarks.state.accuracy import plot_state, run_state
     from benchmarks.training.repeatable import deterministic_torch
-    from superoffload.tools.output import write_json
 
     facts = command.begin(args)
     task = _task(args)
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             seeds,
             on_step,
             finished,
-            lambda report: write_json(args.json, {**facts, **report}) if args.continues else None,
+            lambda report: write_results(args.json, {**facts, **report}) if args.continues else None,
         )
     report = {**facts, **found}
     _print(report)

@@ -1,0 +1,39 @@
+"""Writes results as JSON that a person can read and compare: a fact per line, and a row of a table per line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.facts import benchmark_machine_facts, commit, version_facts
+from superoffload.tools.output import naming_write_errors
+
+
+def as_text(values: Mapping[str, Any]) -> str:
+    """Returns JSON with a line per key, and a line per element of a list of objects; NaN raises ValueError."""
+    lines = []
+    for key, value in values.items():
+        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            rows = ",\n".join(f"  {json.dumps(each, allow_nan=False)}" for each in value)
+            lines.append(f" {json.dumps(key)}: [\n{rows}\n ]")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def write_results(path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
+    """Writes the file whole or not at all, even if the process ends."""
+    new = Path(path).with_suffix(".new")
+    with naming_write_errors(path):
+        new.write_text(as_text(values), encoding="utf-8")
+        os.replace(new, path)
+
+
+def write_rows(path: Path | None, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
+    """Writes rows below facts about the machine, the versions and the commit. None: the user wants no file."""
+    if path is not None:
+        common = {"machine": benchmark_machine_facts(), "versions": version_facts(), "commit": commit()}
+        write_results(path, {**common, **facts, "rows": list(rows)})
