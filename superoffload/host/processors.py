@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from superoffload.host.control_groups import cpu_quota
 from superoffload.host.system import System, parse_cpu_list
 
-LIMITING_VARIABLES = ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK")
-
 # These stay free beside a device for the training thread, autograd's and the two that follow copies.
 _LEFT_BESIDE_DEVICE = 2
 _TOO_FEW_TO_LEAVE = 4

@@ -34,12 +34,6 @@ class System:
         except OSError:
             return []
 
-    def exists(self, name: str) -> bool:
-        try:
-            return self.path(name).exists()
-        except OSError:
-            return False
-
     def fields(self, name: str) -> dict[str, str]:
         """Reads `key: value` lines; the first of equal keys counts."""
         values: dict[str, str] = {}

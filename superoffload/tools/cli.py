@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit status is 0 only if everything the command says it checked holds."""
     _let_waiting_threads_sleep()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    args = build_parser().parse_args(arguments, argparse.Namespace(command_line=["superoffload", *arguments]))
     try:
+        args = build_parser().parse_args(arguments, argparse.Namespace(command_line=["superoffload", *arguments]))
         return int(args.run(args))
     except ArgumentError as error:
         return _fail(str(error), EXIT_USAGE)

@@ -1,410 +1,255 @@
-"""Runs `superoffload doctor`: what this machine can do, what is in the way, and what to do about it."""
+"""Runs `superoffload doctor`: what stands in the way of training on this machine, and what to do about it."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import platform
+import re
 import textwrap
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import distributions
 from typing import Any
 
-from superoffload.errors import ArgumentError
-from superoffload.host.control_groups import cpu_quota, usable_memory
+import numpy as np
+
+from superoffload import __version__, _native, kernels
+from superoffload.engine.journal_reservation import JOURNAL_BYTES_PER_PARAM
+from superoffload.errors import KernelsUnavailable
+from superoffload.host import processors as host
+from superoffload.host.control_groups import cpu_quota, memory_limit, usable_memory
 from superoffload.host.system import System, as_number, format_cpu_list, parse_cpu_list
+from superoffload.integrations.deepspeed.switch import NEWEST, OLDEST
 from superoffload.tools.output import check_writable, write_json
 
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
 GIB = 1 << 30
-OK, WARNING, PROBLEM = "ok", "WARNING", "PROBLEM"
-OLDEST_TORCH = (2, 6)
-_GPUS = "/proc/driver/nvidia/gpus"
-_SUPERCHIPS = ("gh200", "gb200", "gb300", "grace")
+_DRIVER = "/proc/driver/nvidia/gpus"
+_BF16 = _native.ElementType.bf16
+_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
+_SUPERCHIP = re.compile("GH200|GB[23]00|GB10")  # in the name of a GPU
+# What /proc/cpuinfo calls what the kernels of a set need.
+_ISA_FLAGS = {"avx2": "avx2 fma f16c", "avx512": "avx512f avx512bw avx512vl avx512dq", "neon": "asimd", "sve": "sve"}
+_PACKAGES: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {  # what needs it; oldest and newest version
+    "torch": ("AdamW, FSDP2, DDP", ((2, 6),)),
+    "deepspeed": ("DeepSpeed", (OLDEST, NEWEST)),
+    "transformers": ("transformers", ((5,),)),
+    "accelerate": ("transformers", ((1, 10),)),
+}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """``remedy``: what to do; empty only if nothing needs to be done."""
+    """Holds one remark: what is so, and what to do about it if anything should be done."""
 
-    level: str
-    topic: str
     text: str
     remedy: str = ""
-
-
-@dataclass
-class Report:
-    """Collects findings in reading order, and facts by name."""
-
-    findings: list[Finding] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def ok(self, topic: str, text: str) -> None:
-        self.findings.append(Finding(OK, topic, text))
-
-    def warn(self, topic: str, text: str, remedy: str, level: str = WARNING) -> None:
-        self.findings.append(Finding(level, topic, text, remedy))
-
-    def count(self, level: str) -> int:
-        return sum(finding.level == level for finding in self.findings)
-
-    def text(self) -> str:
-        lines = []
-        for finding in self.findings:
-            lines += _wrapped(f"{finding.level:<8} {finding.topic:<12} ", finding.text)
-            lines += _wrapped(" " * 22 + "-> ", finding.remedy)
-        fit = f"not fit to train: {self.count(PROBLEM)} problems" if self.count(PROBLEM) else "fit to train"
-        return "\n".join([*lines, "", f"{fit}, {self.count(WARNING)} warnings"])
-
-
-def _wrapped(prefix: str, text: str) -> list[str]:
-    return textwrap.wrap(text, 116, initial_indent=prefix, subsequent_indent=" " * len(prefix), break_on_hyphens=False)
+    level: str = ""
+    topic: str = ""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "doctor",
-        help="examine this machine and this installation",
-        description="Examine processors, memory, GPUs and software, and undo a speculated step on every instruction\n"
-        "set. Each line is ok, a WARNING or a PROBLEM, with what to do. Exits with 1 only for a problem.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", metavar="PATH", help="write facts and findings to this file too")
-    parser.add_argument("--root", metavar="PATH", default="/", help="read /proc and /sys below this folder")
+    about = "Examine this machine and installation, and say what to do. Exits with 1 only if there is a problem."
+    parser: argparse.ArgumentParser = subparsers.add_parser("doctor", help="examine this machine", description=about)
+    parser.add_argument("--json", metavar="PATH", help="write the findings to this file too")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    if not Path(args.root).is_dir():
-        raise ArgumentError(f"root={args.root}: no such folder; expected one that holds proc and sys")
     check_writable(args.json, "json")
-    report = diagnose(System(Path(args.root)), os.environ)
-    print(report.text())
-    passed = report.count(PROBLEM) == 0
+    findings = diagnose(System())
+    for one in findings:
+        mark = f"{one.topic:<12}{one.level if one.level == OK else one.level.upper():<9}"
+        for prefix, text in ((mark, one.text), (" " * 18 + "-> ", one.remedy)):
+            for line in textwrap.wrap(text, 95, break_on_hyphens=False):
+                print(prefix + line)
+                prefix = " " * 21
+    problems, warnings = (sum(one.level == level for one in findings) for level in (PROBLEM, WARNING))
+    print(f"\n{'not fit to train' if problems else 'fit to train'}; problems: {problems}, warnings: {warnings}")
     if args.json:
-        findings = [asdict(finding) for finding in report.findings]
-        write_json(args.json, {"command": "doctor", "passed": passed, "facts": report.facts, "findings": findings})
-    return 0 if passed else 1
+        counts = {"command": "doctor", "passed": not problems, "problems": problems, "warnings": warnings}
+        write_json(args.json, {**counts, "findings": [asdict(one) for one in findings]})
+    return 1 if problems else 0
 
 
-def diagnose(system: System, environment: Mapping[str, str]) -> Report:
-    report = Report()
-    examine_processors(report, system, environment)
-    examine_instruction_sets(report, environment)
-    examine_memory(report, system)
-    examine_nodes(report, system)
-    examine_gpus(report, system)
-    examine_software(report)
-    examine_undo(report)
-    return report
+def diagnose(system: System) -> list[Finding]:
+    """Examines the machine whose /proc and /sys ``system`` reads; torch and the kernels run on the real one."""
+    parts = {"processors": processors, "kernels": instruction_sets, "memory": memory, "NUMA": numa, "GPU": gpus}
+    found = [replace(one, topic=topic) for topic, part in parts.items() for one in part(system)]
+    found += [replace(one, topic="software") for one in software()] + [replace(self_test(), topic="self-test")]
+    return [replace(one, level=one.level or (WARNING if one.remedy else OK)) for one in found]
 
 
-def examine_processors(report: Report, system: System, environment: Mapping[str, str]) -> None:
-    """A rank of torchrun is told its share of the node."""
-    from superoffload.host.processors import RankOnNode, share_cpus, thread_limit
-
-    allowed = parse_cpu_list(system.fields("/proc/self/status").get("Cpus_allowed_list"))
-    mine = allowed = allowed or list(range(os.cpu_count() or 1))
-    rank, ranks = (as_number(environment.get(name)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    if rank is not None and ranks is not None and rank < ranks:
-        mine = share_cpus([RankOnNode("", other, tuple(allowed)) for other in range(ranks)], rank)
-    quota = cpu_quota(system)
-    threads = thread_limit(len(mine), environment, quota, beside_device=bool(system.names(_GPUS)))
-    report.facts["processors"] = {"usable": len(allowed), "quota": quota, "threads": threads}
-    share = f", the share of rank {rank} of {ranks} on this node" if mine != allowed else ""
-    report.ok(
-        "processors",
-        f"{len(allowed)} usable ({format_cpu_list(allowed)}); superoffload.AdamW starts {threads} worker threads, on "
-        f"{format_cpu_list(mine[:threads])}{share}",
+def processors(system: System) -> Iterator[Finding]:
+    """Examines what the process may use, or the share of a rank where torchrun says how many are on this node."""
+    allowed, quota = allowed_cpus(system), cpu_quota(system)
+    online = parse_cpu_list(system.text("/sys/devices/system/cpu/online")) or allowed
+    rank, ranks = (as_number(os.environ.get(name)) or 0 for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    everyone = [host.RankOnNode("", one, tuple(allowed)) for one in range(max(rank + 1, ranks))]
+    mine, share = host.share_cpus(everyone, rank), f", the share of rank {rank} of {ranks}" if ranks else ""
+    threads, beside = (host.thread_limit(len(mine), os.environ, quota, beside_device=gpu) for gpu in (False, True))
+    yield Finding(
+        f"{len(allowed)} of {len(online)} usable ({format_cpu_list(allowed)}); superoffload.AdamW starts {threads} "
+        f"worker threads on {format_cpu_list(mine[:threads])}{share}; {beside} for a model on a GPU"
     )
-    if len(allowed) == 1 or (quota is not None and quota <= 1):
-        report.warn(
-            "processors",
-            "one processor for everything: the optimizer cannot hide behind backward, it only takes its time from it",
-            "give the process more (taskset, docker --cpus, the job scheduler's cores per task)",
-        )
-    elif quota is not None and quota < len(allowed):
-        report.warn(
-            "processors",
-            f"the control group grants the time of {quota:g} of {len(allowed)} processors: with a thread on each, the "
-            "kernel stops all of them for part of every period",
-            f"threads={int(quota)} and OMP_NUM_THREADS={int(quota)}, or raise the quota",
-        )
-    if ranks is not None and ranks > len(allowed):
-        report.warn(
-            "processors", f"{ranks} ranks on this node and {len(allowed)} processors", "give each rank some of its own"
-        )
+    if len(allowed) < max(2, ranks):
+        remedy = "give the process more (taskset, docker --cpuset-cpus, the job scheduler's cores per task)"
+        yield Finding("that is too few for the optimizer's work to run beside backward", remedy)
+    if quota is not None and quota < len(allowed):
+        text = f"the control group grants the time of {quota:g} processors; more threads than that take turns"
+        remedy = f"raise the quota (docker --cpus); OMP_NUM_THREADS={max(1, int(quota))} bounds torch's threads too"
+        yield Finding(text, remedy)
+    elif threads == 1 < len(mine) and not host.set_by_torchrun("OMP_NUM_THREADS", os.environ):
+        remedy = "unset OMP_NUM_THREADS and SLURM_CPUS_PER_TASK, or pass threads= to superoffload.AdamW"
+        yield Finding("the environment allows one worker thread only", remedy)
 
 
-def examine_instruction_sets(report: Report, environment: Mapping[str, str]) -> None:
-    from superoffload import kernels
+def allowed_cpus(system: System) -> list[int]:
+    """Lists the processors in this process's affinity mask, which also obeys the cpuset of its control group."""
+    return parse_cpu_list(system.fields("/proc/self/status").get("Cpus_allowed_list")) or host.allowed_cpus()
 
-    available, current = kernels.available_isas(), kernels.current_isa()
-    report.facts["instruction_sets"] = {"available": available, "current": current}
-    report.ok("kernels", f"this machine and build have {', '.join(available)}; in use: {current}")
+
+def instruction_sets(system: System) -> Iterator[Finding]:
+    available, current, fields = kernels.available_isas(), kernels.current_isa(), system.fields("/proc/cpuinfo")
+    yield Finding(f"{current} in use, out of {', '.join(available)}")
     if current != available[-1]:
-        remedy = f"unset {kernels.ISA_VARIABLE}, unless the slower set is meant"
-        report.warn("kernels", f"{current} is in use although {available[-1]} is there", remedy)
-    elif available == ["scalar"]:
-        report.warn(
-            "kernels",
-            "only the portable kernels can run: right results, but a step is several times slower",
-            "use a processor with AVX2, AVX-512, NEON or SVE, or rebuild without SUPEROFFLOAD_BUILD_ISAS",
-        )
+        yield Finding(f"{available[-1]} is available and faster", f"unset {kernels.ISA_VARIABLE}")
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    lacking = [isa for isa, needs in _ISA_FLAGS.items() if set(needs.split()) <= flags and isa not in available]
+    if lacking:
+        remedy = "install again without SUPEROFFLOAD_BUILD_ISAS, with g++ >= 11 or clang++ >= 14"
+        yield Finding(f"the processor has {', '.join(lacking)}, which this build lacks", remedy)
 
 
-def examine_memory(report: Report, system: System) -> None:
-    from superoffload.engine.journal_reservation import JOURNAL_BYTES_PER_PARAM
-
-    usable = usable_memory(system)
-    report.facts["usable_memory_bytes"] = usable
+def memory(system: System) -> Iterator[Finding]:
+    usable, limit = usable_memory(system), memory_limit(system)
     if usable is None:
-        report.warn("memory", "the system does not tell how much there is", "mount /proc in the container")
-    else:
-        # State, packed bf16 gradient, published bf16 copy, reserved journal (docs/architecture.md).
-        sizes = (12 + 4 + JOURNAL_BYTES_PER_PARAM, 6 + 4 + JOURNAL_BYTES_PER_PARAM, 4 + 4 + JOURNAL_BYTES_PER_PARAM)
-        plain, bf16, least = (f"{usable / size / 1e9:.1f} B" for size in sizes)
-        report.ok(
-            "memory",
-            f"{usable / GIB:.1f} GiB usable: room for the state of {plain} bf16 parameters ({sizes[0]:g} bytes each), "
-            f"with split masters and bf16 moments of {bf16} ({sizes[1]:g}), with 8-bit moments of {least} "
-            f"({sizes[2]:g})",
-        )
-        if usable < 2 * GIB:
-            report.warn("memory", "less than 2 GiB", "raise the container's memory limit, or end other programs")
-    info = system.fields("/proc/meminfo")
-    swapped = (as_number(info.get("SwapTotal")) or 0) - (as_number(info.get("SwapFree")) or 0)
-    if swapped > 1 << 20:
-        report.warn(
-            "memory",
-            f"{swapped / 2**20:.1f} GiB are swapped out: a step that meets swapped state waits for the disk",
-            "make room, then swapoff -a && swapon -a (as root)",
-        )
-    page = as_number(system.fields("/proc/self/smaps").get("KernelPageSize"))
-    huge = system.text("/sys/kernel/mm/transparent_hugepage/enabled") or ""
-    if page == 4 and "[never]" in huge:
-        report.warn(
-            "memory",
-            "transparent huge pages are off: with pages of 4 KiB, address translation costs part of the bandwidth",
-            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (as root)",
-        )
-    lines = (system.text("/proc/self/limits") or "").splitlines()
-    locked = next((line.split()[3] for line in lines if line.startswith("Max locked memory")), "unlimited")
-    if system.names(_GPUS) and locked.isdigit() and int(locked) < GIB:
-        report.warn(
-            "memory",
-            f"locked memory is limited to {int(locked) / 2**20:.3g} MiB: pinning for a GPU and RDMA may fail",
-            "ulimit -l unlimited, docker run --ulimit memlock=-1, or LimitMEMLOCK=infinity in the service's unit",
-        )
-
-
-def examine_nodes(report: Report, system: System) -> None:
-    """NUMA nodes, and what a Grace processor needs."""
-    folder = "/sys/devices/system/node"
-    names = [name for name in system.names(folder) if name.removeprefix("node").isdigit()]
-    cpus = {name: set(parse_cpu_list(system.text(f"{folder}/{name}/cpulist"))) for name in names}
-    mine = set(parse_cpu_list(system.fields("/proc/self/status").get("Cpus_allowed_list")))
-    reached = [name.removeprefix("node") for name in names if cpus[name] & mine]
-    report.facts["numa_nodes"] = {name: format_cpu_list(sorted(cpus[name])) for name in names}
-    if len(reached) > 1:
-        report.warn(
-            "NUMA",
-            f"this process may run on {len(reached)} nodes: worker threads read state across the link between them",
-            f"start one process per node: numactl --cpunodebind={reached[0]} --membind={reached[0]} ...",
-        )
-    if len(names) > 1 and system.number("/proc/sys/kernel/numa_balancing"):
-        report.warn(
-            "NUMA",
-            "automatic balancing is on: the kernel unmaps pages to see who uses them, which slows every pass",
-            "sysctl kernel.numa_balancing=0 (as root)",
-        )
-    report.facts["grace"] = grace = is_grace(system)
-    if grace:
-        report.ok("Superchip", "a Grace processor; docs/superchips.md says how to set it up")
-        if as_number(system.fields("/proc/self/smaps").get("KernelPageSize")) == 4:
-            report.warn(
-                "Superchip",
-                "pages of 4 KiB: pinning and address translation are several times slower than with 64 KiB",
-                "boot a kernel built for 64 KiB pages (linux-nvidia-64k), or enable transparent huge pages",
-            )
-        if "init_on_alloc=1" in (system.text("/proc/cmdline") or "").split():
-            report.warn(
-                "Superchip",
-                "the kernel clears every page when it is allocated: start-up with large state is slow",
-                "boot with init_on_alloc=0, as NVIDIA's tuning guide for Grace says",
-            )
-
-
-def is_grace(system: System) -> bool:
-    """By the SoC's identification (SMC calling convention), else by Neoverse V2 with such a product's or GPU's name."""
-    socs = [name for name in system.names("/sys/devices") if name.startswith("soc")]
-    if any((system.text(f"/sys/devices/{name}/soc_id") or "").lower() == "jep106:036b:0241" for name in socs):
-        return True
-    fields = system.fields("/proc/cpuinfo")
-    if (fields.get("CPU implementer", "").lower(), fields.get("CPU part", "").lower()) != ("0x41", "0xd4f"):
-        return False
-    told = [system.text(f"/sys/class/dmi/id/{name}") or "" for name in ("product_name", "board_name")]
-    told += [system.fields(f"{_GPUS}/{name}/information").get("Model", "") for name in system.names(_GPUS)]
-    return any(name in text.lower() for name in _SUPERCHIPS for text in told)
-
-
-def examine_gpus(report: Report, system: System, torch: Any = None) -> None:
-    """``torch``: in its place, for tests."""
-    if torch is None:
-        try:
-            import torch
-        except ImportError:
-            report.ok("GPU", "none: torch is not installed; parameters on the CPU work without one")
-            return
-    if not torch.cuda.is_available():
-        why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
-        report.ok("GPU", f"none: {why}; parameters on the CPU work without one")
+        yield Finding("the system does not tell how much memory there is", "mount /proc in the container")
         return
-    report.facts["gpus"] = []
-    for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        report.facts["gpus"].append(found.name)
-        report.ok("GPU", f"{index}: {found.name}, {found.total_memory / GIB:.1f} GiB")
-        if hasattr(found, "pci_bus_id"):  # not in every version of torch
-            address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-            judge_link(report, system, f"/sys/bus/pci/devices/{address}")
-    capabilities = sorted({torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())})
-    for major, minor in capabilities:
-        judge_compiler(report, f"sm_{major}{minor}")
-
-
-def judge_link(report: Report, system: System, device: str) -> None:
-    width, possible = (as_number(system.text(f"{device}/{kind}_link_width")) for kind in ("current", "max"))
-    if width and possible and width < possible:
-        report.warn(
-            "GPU",
-            f"its link has {width} of {possible} PCIe lanes",
-            "look at the slot, and at virtualization of the link",
-        )
-
-
-def judge_compiler(report: Report, arch: str) -> None:
-    """The kernels are compiled by NVRTC when they are first needed."""
-    from superoffload.links.cuda import nvrtc
-    from superoffload.links.cuda.compile import closest
-
-    tried: list[str] = []
-    for compiler in nvrtc.find(tried):
-        try:
-            closest(compiler, arch)
-            report.ok("GPU", f"kernels for {arch} are compiled by {compiler.described}")
-            return
-        except nvrtc.CompileError as error:
-            tried.append(f"{compiler.name} for {arch}: {error}")
-    report.warn(
-        "GPU",
-        f"no NVRTC that knows {arch}, so no kernels: gradients are copied one by one and summed by the processors, "
-        f"with the same result, and placement= is refused (tried: {'; '.join(tried)})",
-        "install a torch with CUDA from NVIDIA's wheels, or superoffload[cuda12] or superoffload[cuda13]",
+    within = f" (the control group's limit is {limit[0] / GIB:.1f} GiB)" if limit else ""
+    sizes = (state + 2 + 2 + JOURNAL_BYTES_PER_PARAM for state in (12, 6, 4))  # and packed gradient, shadow, journal
+    fp32, bf16, least = (f"{usable / size / 1e9:.1f} B at {size:g} bytes" for size in sizes)
+    yield Finding(
+        f"{usable / GIB:.1f} GiB usable{within}, enough for bf16 training of {fp32} per parameter; {bf16} with "
+        f"master_dtype='split' and state_dtype='bf16'; {least} with 'split' and '8bit'"
     )
+    swap = system.fields("/proc/meminfo")
+    swapped = (as_number(swap.get("SwapTotal")) or 0) - (as_number(swap.get("SwapFree")) or 0)
+    if swapped > 1 << 20:  # KiB
+        text = f"{swapped / 2**20:.1f} GiB are swapped out: a step that meets swapped state waits for the disk"
+        yield Finding(text, "make room, then swapoff -a && swapon -a (as root)")
+    small_pages = as_number(system.fields("/proc/self/smaps").get("KernelPageSize")) == 4
+    if small_pages and "[never]" in (system.text(_HUGE_PAGES) or ""):
+        yield Finding("transparent huge pages are off, so memory is slower", f"echo madvise > {_HUGE_PAGES} (as root)")
+    if small_pages and _SUPERCHIP.search(driver_gpus(system)):
+        yield Finding("pages of 4 KiB make pinning on Grace slow", "boot a kernel with 64 KiB pages (linux-nvidia-64k)")
+    locked = re.search(r"Max locked memory +(\d+)", system.text("/proc/self/limits") or "")
+    if locked and int(locked[1]) < GIB and driver_gpus(system):
+        text = f"locked memory is limited to {int(locked[1]) / 2**20:.3g} MiB: RDMA fails, and pinning for a GPU may"
+        yield Finding(text, "ulimit -l unlimited, docker run --ulimit memlock=-1, LimitMEMLOCK=infinity in a unit")
 
 
-def installed_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def driver_gpus(system: System) -> str:
+    """Lists the GPUs that NVIDIA's driver shows, also without CUDA."""
+    models = (system.fields(f"{_DRIVER}/{one}/information").get("Model", one) for one in system.names(_DRIVER))
+    return ", ".join(models)
 
 
-def examine_software(report: Report, lookup: Callable[[str], str | None] = installed_version) -> None:
-    from superoffload import __version__
-    from superoffload.integrations.deepspeed.switch import NEWEST, OLDEST
-
-    packages = ("torch", "numpy", "deepspeed", "transformers", "accelerate")
-    have = {package: lookup(package) for package in packages}
-    report.facts["versions"] = {"superoffload": __version__, "python": platform.python_version(), **have}
-    report.ok("software", ", ".join(f"{name} {value}" for name, value in report.facts["versions"].items() if value))
-    torch, remedy = have["torch"], f"pip install 'torch>={_dotted(OLDEST_TORCH)}'"
-    if torch is None:
-        report.warn("software", "torch is not installed: only the kernels work", remedy, PROBLEM)
-    elif release(torch) < OLDEST_TORCH:
-        report.warn("software", f"torch {torch} is older than {_dotted(OLDEST_TORCH)}", remedy, PROBLEM)
-    known = {"deepspeed": (OLDEST, NEWEST), "transformers": ((5,), None), "accelerate": ((1, 10), None)}
-    for package, (oldest, newest) in known.items():
-        there = have[package]
-        if there and (release(there) < oldest or (newest is not None and release(there) > newest)):
-            span = f"{_dotted(oldest)} or newer" if newest is None else f"{_dotted(oldest)} to {_dotted(newest)}"
-            report.warn(
-                "software", f"{package} {there}: our adapter works with {span}", f"pip install another {package}"
-            )
+def numa(system: System) -> Iterator[Finding]:
+    folder, allowed = "/sys/devices/system/node", set(allowed_cpus(system))
+    nodes = [name[4:] for name in system.names(folder) if re.fullmatch(r"node\d+", name)] or ["0"]
+    own = [one for one in nodes if allowed & set(parse_cpu_list(system.text(f"{folder}/node{one}/cpulist")))]
+    yield Finding(f"nodes: {', '.join(nodes)}; this process may run on {', '.join(own or nodes)}")
+    if len(own) > 1:
+        remedy = f"one process per node: numactl --cpunodebind={own[0]} --membind={own[0]} ..."
+        yield Finding("threads on one node read state on another, which is slow", remedy)
+    if len(nodes) > 1 and system.number("/proc/sys/kernel/numa_balancing"):
+        yield Finding("automatic NUMA balancing slows every step", "sysctl kernel.numa_balancing=0 (as root)")
+    near = sorted({cpu for address in system.names(_DRIVER) for cpu in host.cpus_near_gpu(address, system)})
+    if near and not allowed & set(near):
+        yield Finding("this process may not run next to the GPU", f"taskset -c {format_cpu_list(near)} ...")
 
 
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))
+def gpus(system: System) -> Iterator[Finding]:
+    listed, archs = driver_gpus(system), set()
+    with suppress(ImportError):  # software() says that it is a problem
+        import torch
+
+        from superoffload.links.cuda.compile import compile_kernels
+
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+            one = torch.cuda.get_device_properties(index)
+            archs.add(f"sm_{one.major}{one.minor}")
+            link = "NVLink-C2C" if _SUPERCHIP.search(one.name) else "PCIe"
+            yield Finding(f"{index}: {one.name}, {one.total_memory / GIB:.0f} GiB, {link}")
+    if not archs:
+        remedy = "install torch for the CUDA version that nvidia-smi shows, and look at CUDA_VISIBLE_DEVICES"
+        yield Finding("torch sees none" + (f"; the driver has {listed}" if listed else ""), remedy if listed else "")
+    for address in system.names(_DRIVER):
+        folder = f"/sys/bus/pci/devices/{address}"
+        width, widest = (system.number(f"{folder}/{kind}_link_width") for kind in ("current", "max"))
+        if width and widest and width < widest:
+            yield Finding(f"{address}: {width} of {widest} PCIe lanes, slow copies", "look at its slot and riser")
+    for arch in sorted(archs):
+        try:
+            compile_kernels(arch)  # as an optimizer does when it is made; later ones take them from a folder
+            yield Finding(f"the kernels for {arch} compile")
+        except KernelsUnavailable as error:
+            text = f"{error}. So gradients are copied one by one, and placement= is refused"
+            yield Finding(text, "install torch's CUDA wheels, superoffload[cuda12] or superoffload[cuda13]")
 
 
-def release(text: str) -> tuple[int, ...]:
-    """Returns the numbers of a version, without what follows them: `2.13.0+cpu` is (2, 13, 0)."""
-    numbers = []
-    for part in text.split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+def software() -> Iterator[Finding]:
+    installed = {str(one.name).lower(): one.version for one in distributions()}
+    have = {name: installed.get(name) for name in ("numpy", *_PACKAGES)}
+    known = {"superoffload": __version__, "Python": platform.python_version(), **have}
+    yield Finding(", ".join(f"{name} {found}" for name, found in known.items() if found))
+    works = dict.fromkeys((user for user, _ in _PACKAGES.values()), "works")
+    for name, (user, bounds) in _PACKAGES.items():
+        found, (oldest, *newest) = have[name], bounds
+        numbers = tuple(map(int, re.findall(r"\d+", re.split(r"[^\d.]", found or "")[0])))
+        wanted = ">=" + ",<=".join(".".join(map(str, bound)) for bound in bounds)
+        if found is None and name != "torch":
+            works[user] = f"needs {name}, not installed"
+        elif numbers < oldest or any(numbers > last for last in newest):
+            works[user] = f"needs {name}{wanted}"
+            level = PROBLEM if name == "torch" else WARNING
+            yield Finding(f"{user}: {works[user]}, found {found or 'none'}", f"pip install '{name}{wanted}'", level)
+    yield Finding("; ".join(f"{user}: {state}" for user, state in works.items()))
 
 
-def examine_undo(report: Report) -> None:
-    """A step with NaN, Inf, zeros and denormals is speculated, undone and replayed on every instruction set."""
-    from superoffload import kernels
+def bits_after(*operations: tuple[_native.Operation, int, float]) -> bytes:
+    """Returns the bits of a made-up state behind these (operation, step, factor); awkward values are in front."""
+    numel = 3 * kernels.BLOCK + 37  # whole blocks and a tail
+    master, gradient = np.random.default_rng(20).standard_normal((2, numel)).astype(np.float32)
+    master[:4], gradient[:6] = (0.0, -0.0, 1e-42, 3e38), (0.0, -0.0, 1e-42, np.inf, np.nan, 1e-30)
+    state, halves = (master, *np.zeros((2, numel), np.float32)), np.zeros((2, numel), np.uint16)
+    halves[0] = gradient.view(np.uint32) >> 16  # as bf16; the other half is the shadow
+    where, first, second, packed, shadow = (array.ctypes.data for array in (*state, *halves))
+    run = _native.Run(where, first, second, packed, shadow, numel, _BF16, _BF16)
+    work = _native.BucketWork([run], 24 * numel)  # every old word has room
+    for operation, step, factor in operations:
+        if step:
+            work.freeze(1e-3, 0.9, 0.999, 1e-8, 0.01, factor, False, [step])
+        if not work.run_all(operation):
+            return b""
+    return b"".join(array.tobytes() for array in state)
 
-    states = {}
+
+def self_test() -> Finding:
+    """Undoes and replays a speculated step on every instruction set; all must give the same bits."""
+    do, ends, failed = _native.Operation, set(), []
+    start, speculated = [(do.step, step, 1.0) for step in (1, 2, 3)], (do.step_journaled, 4, 1.0)
     for isa in kernels.available_isas():
         with kernels.using_isa(isa):
-            states[isa], exact = undone_and_replayed()
-        if not exact:
-            report.warn(
-                "self-test",
-                f"{isa}: undo or replay of a speculated step did not give the bits that it has to",
-                f"do not train with it; choose another set with {kernels.ISA_VARIABLE}, and report this",
-                PROBLEM,
-            )
-    if len(set(states.values())) > 1:
-        report.warn("self-test", f"{', '.join(states)} give different bits", "do not train here; report this", PROBLEM)
-    elif not report.count(PROBLEM):
-        report.ok("self-test", f"{', '.join(states)}: a step was undone and replayed, every bit as it has to be")
-
-
-def undone_and_replayed() -> tuple[bytes, bool]:
-    """Returns the state after a replay, and whether undo and replay were exact, on the instruction set in use."""
-    import numpy as np
-
-    from superoffload import kernels
-
-    numel = 3 * kernels.BLOCK + 37  # whole blocks and a tail
-    draw = np.random.default_rng(20)
-    start = draw.standard_normal(numel).astype(np.float32)
-    gradient = (0.01 * draw.standard_normal(numel)).astype(np.float32)
-    start[:4] = (0.0, -0.0, 1e-42, 3e38)
-    gradient[:6] = (0.0, -0.0, 1e-42, np.inf, np.nan, 1e-30)
-    bf16 = (gradient.view(np.uint32) >> 16).astype(np.uint16)
-    hyper = [kernels.Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, step) for step in (1, 2, 3, 4)]
-    clipped = kernels.Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, 4, gradient_factor=0.5)
-
-    def three_steps() -> tuple[list[Any], kernels.Span]:
-        state = [start.copy(), np.zeros(numel, np.float32), np.zeros(numel, np.float32)]
-        span = kernels.Span(state[0], state[1], state[2], bf16, np.zeros(numel, np.uint16))
-        for one in hyper[:3]:
-            span.step(one)
-        return state, span
-
-    def bits(state: list[Any]) -> bytes:
-        return b"".join(array.tobytes() for array in state)
-
-    state, span = three_steps()
-    before = bits(state)
-    speculated = span.step_journaled(hyper[3]) and bits(state) != before
-    span.undo()
-    undone = bits(state) == before
-    span.step(clipped)
-    again, other = three_steps()
-    other.step_journaled(hyper[3])
-    other.replay(clipped)
-    return bits(again), speculated and undone and bits(again) == bits(state)
+            before, end = bits_after(*start), bits_after(*start, (do.step, 4, 0.5))
+            undone = bits_after(*start, speculated, (do.undo, 0, 1.0))
+            replayed = bits_after(*start, speculated, (do.replay, 4, 0.5))
+        failed += [] if undone == before != end == replayed else [isa]
+        ends.add(end)
+    if failed or len(ends) > 1:
+        remedy = f"do not train; look at the machine's memory, try another set ({kernels.ISA_VARIABLE}), report this"
+        return Finding(f"not undone or replayed to the bit: {', '.join(failed) or 'sets differ'}", remedy, PROBLEM)
+    return Finding(f"a speculated step was undone and replayed to the bit: {', '.join(kernels.available_isas())}")

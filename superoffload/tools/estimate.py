@@ -284,9 +284,5 @@ def _optimizer(model: ModelShape, machine: Machine, settings: Settings, window: 
 
 def pipeline(window: float, stages: Sequence[float]) -> float:
     """Returns when the last bucket has left the last stage; they become ready evenly over `window`."""
-    free, done = [0.0] * len(stages), 0.0
-    for bucket in range(1, PIPELINE_BUCKETS + 1):
-        done = window * bucket / PIPELINE_BUCKETS
-        for stage, seconds in enumerate(stages):
-            done = free[stage] = max(done, free[stage]) + seconds / PIPELINE_BUCKETS
-    return done
+    steps = (window, *stages)  # the slowest keeps the last bucket waiting, each other one takes as long as for one
+    return max(steps) + (sum(steps) - max(steps)) / PIPELINE_BUCKETS

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from superoffload import AdamW
 from superoffload.host.processors import (
-    LIMITING_VARIABLES,
     RankOnNode,
     allowed_cpus,
     cpus_near_gpu,
@@ -135,7 +134,7 @@ def test_two_processors_are_left_beside_a_device(
 def test_an_optimizer_beside_a_device_leaves_two(
     device: bool, threads: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in LIMITING_VARIABLES:
+    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("superoffload.host.processors.allowed_cpus", lambda: list(range(16)))
     monkeypatch.setattr("superoffload.host.processors.cpu_quota", lambda system: None)

@@ -1,4 +1,4 @@
-"""Machines that never were, for `superoffload doctor`: copies of /proc and /sys, and what it warns of there."""
+"""Machines that never were, for `superoffload doctor`: copies of /proc and /sys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from superoffload.host.system import System
-from superoffload.tools.doctor import OK, Report
 
 # A quiet x86 server with two processors on one node and no limits.
 PLAIN: dict[str, str] = {
@@ -55,12 +54,3 @@ def make_machine(root: Path, files: Mapping[str, str], changes: Mapping[str, str
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
     return System(root)
-
-
-def warnings_of(report: Report) -> list[str]:
-    return [f"{finding.text} -> {finding.remedy}" for finding in report.findings if finding.level != OK]
-
-
-def one_warning(report: Report) -> str:
-    (warning,) = warnings_of(report)
-    return warning

@@ -16,7 +16,6 @@ from superoffload.links.cuda import compile as compiling
 from superoffload.links.cuda import nvrtc
 from superoffload.links.cuda.compile import compile_kernels
 from superoffload.links.cuda.nvrtc import CompileError, Nvrtc, Program
-from superoffload.tools.doctor import Report, judge_compiler
 from tests.support.checkout import ROOT
 
 
@@ -234,27 +233,11 @@ def test_sources_are_found_in_the_repository() -> None:
     assert "#include <" not in program.source + "".join(program.headers.values())  # NVRTC has no system headers
 
 
-# ---- the doctor -----------------------------------------------------------------------------------------------------
-
-
-def test_the_doctor_names_the_compiler_that_knows_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    offer(monkeypatch, TooOld("old.so"), Compiler((12, 0), [80, 90]), Compiler())
-    report = Report()
-    judge_compiler(report, "sm_90")
-    judge_compiler(report, "sm_100")
-    assert [finding.text for finding in report.findings] == [
-        "kernels for sm_90 are compiled by NVRTC 12.0 (made up)",
-        "kernels for sm_100 are compiled by NVRTC 13.0 (made up)",
-    ]
-
-
-def test_the_doctor_tells_of_compilers_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilers_that_are_too_old_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     offer(monkeypatch, TooOld("old.so"), Compiler((12, 0), [80, 90]))
-    report = Report()
-    judge_compiler(report, "sm_100")
-    (finding,) = report.findings
-    assert "no kernels" in finding.text and "superoffload[cuda13]" in finding.remedy
-    assert "old.so for sm_100: has no nvrtcGetNumSupportedArchs: too old; made up for sm_100: it comp" in finding.text
+    said = r"old\.so: has no nvrtcGetNumSupportedArchs: too old; made up: it compiles for sm_80, sm_90"
+    with pytest.raises(KernelsUnavailable, match=said):
+        compile_kernels("sm_100", cache=tmp_path)
 
 
 class TooOld(Nvrtc):
