@@ -1,1 +1,1 @@
-"""Measures what needs a checkout: python -m benchmarks.gpu_suite, python -m benchmarks.gh200, and scripts."""
+"""Measures what needs a checkout: python -m benchmarks.adam, python -m benchmarks.gpu_suite and others."""

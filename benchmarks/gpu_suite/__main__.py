@@ -22,7 +22,7 @@ from benchmarks.commands import (
 from superoffload.errors import ArgumentError
 
 NAME = "gpu_suite.json"
-SLOTS = ("first", "second", "third")
+SLOTS = ("first", "second", "third", "superchip")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -41,6 +41,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--capped", action="store_true", help="these rows with the GPU's memory capped")
     parser.add_argument("--without-tests", action="store_true", help="do not run tests/gpu")
     parser.add_argument("--json", metavar="PATH", help=f"write the results to this file too (DIR/{NAME})")
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="GPUs of the superchip slot")
     parser.add_argument("--list", action="store_true", help="show the contestants and what is left to do, and end")
     parser.add_argument(
         "--report", metavar="JSON", help="measure nothing: show all of this file; with --json, write there what was "
@@ -132,6 +133,7 @@ def _plan(args: argparse.Namespace) -> Any:
         contestants=tuple(args.contestants) if args.contestants else None,
         tokens=tuple(args.tokens) if args.tokens else None,
         capped=args.capped,
+        ranks=tuple(args.ranks) if args.ranks else None,
         row_seconds=args.row_limit,
         sanitized=not args.without_sanitizer,
         tests=not args.without_tests,

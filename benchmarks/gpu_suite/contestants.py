@@ -258,9 +258,10 @@ def ours(**setting: Any) -> Make:
 BARE, ALL_ON_DEVICE = "forward and backward only", "all on the device"
 OURS, OURS_CLIPPED, OURS_SYNCHRONOUS = "ours", "ours, every step clipped", "ours, synchronous"
 OURS_BF16, OURS_LEAN = "ours, bf16 state", "ours, bf16 state, split masters"
+ZERO3_OFFLOAD = "DeepSpeed ZeRO-3 offload"
 SUPEROFFLOAD, TORCHAO = "DeepSpeed SuperOffload", "torchao CPUOffloadOptimizer"
 ZERO_OFFLOAD = "DeepSpeed ZeRO-Offload"
-FSDP2_OFFLOAD = "FSDP2 CPU offload"
+FSDP2_OFFLOAD, FSDP2_ON_DEVICE = "FSDP2 CPU offload", "FSDP2, all on the device"
 OURS_FSDP2 = "ours, FSDP2"
 THREADS = (8, 12, 14, 16)
 _DEEPSPEED = "benchmarks.gpu_suite.deepspeed_contestants:"
@@ -291,13 +292,14 @@ CONTESTANTS: dict[str, Entry] = {
         "ours", 'state_dtype="8bit", master_dtype="split"', ours(state_dtype="8bit", master_dtype="split")
     ),
     "ours, traced": Entry("ours", "trace=: writes timeline.json.gz", ours(traced=True)),
-    OURS_FSDP2: Entry("ours", "fully_shard on one rank", _FSDP2 + "ours"),
+    OURS_FSDP2: Entry("ours", "fully_shard", _FSDP2 + "ours"),
     SUPEROFFLOAD: Entry("peer", "gradient_clipping off", _DEEPSPEED + "superoffload", "deepspeed", needs_gpu=True),
     TORCHAO: Entry("peer", "no clipping, bf16 state", TorchAo, "torchao", needs_gpu=True),
     "DeepSpeed SuperOffload, clipping": Entry(
         "peer", f"gradient_{_NO_CLIPPING}", _DEEPSPEED + "superoffload_clipping", "deepspeed", needs_gpu=True
     ),
     ZERO_OFFLOAD: Entry("peer", f"stage 2, {_NO_CLIPPING}", _DEEPSPEED + "zero_offload", "deepspeed"),
-    "DeepSpeed ZeRO-3 offload": Entry("peer", f"stage 3, {_NO_CLIPPING}", _DEEPSPEED + "zero3_offload", "deepspeed"),
+    ZERO3_OFFLOAD: Entry("peer", f"stage 3, {_NO_CLIPPING}", _DEEPSPEED + "zero3_offload", "deepspeed"),
+    FSDP2_ON_DEVICE: Entry("bound", "fp32 parameters, torch.optim.AdamW(fused=True)", _FSDP2 + "on_device"),
     FSDP2_OFFLOAD: Entry("peer", f"CPUOffloadPolicy, {_NO_CLIPPING}", _FSDP2 + "offload"),
 }

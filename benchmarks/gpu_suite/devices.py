@@ -94,7 +94,8 @@ class Cuda(Device):
     def __init__(self, name: str) -> None:
         super().__init__()
         index = torch.device(name).index
-        self.torch = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.torch = torch.device("cuda", local_rank if index is None else index)
         torch.cuda.set_device(self.torch)
         torch.cuda.init()
         self._used_before = self._used()

@@ -1,4 +1,4 @@
-"""Runs FSDP2 on one rank: ours on its sharded parameters, and its own offload."""
+"""Runs FSDP2: ours on its sharded parameters, torch's optimizer on the device, and FSDP2's own offload."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shard(model: Transformer, row: TrainRow, **options: Any) -> Any:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    options = {"mp_policy": policy, "mesh": init_device_mesh("cuda" if cuda else "cpu", (1,)), **options}
+    options = {"mp_policy": policy, "mesh": init_device_mesh("cuda" if cuda else "cpu", (row.ranks,)), **options}
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
@@ -43,15 +43,15 @@ class OursSharded(Ours):
         leave()
 
 
-class Offload(Plain):
-    """Uses CPUOffloadPolicy: fp32 parameters, gradients and state in host memory, stepped after backward."""
+class OnDevice(Plain):
+    """Keeps fp32 parameters, cast to bf16 for compute, and moments on the device."""
 
     def __init__(self, model: Transformer, row: TrainRow) -> None:
-        from torch.distributed.fsdp import CPUOffloadPolicy
-
-        policy = CPUOffloadPolicy(pin_memory=row.device.startswith("cuda"))
-        super().__init__(shard(model.float(), row, offload_policy=policy), row)
+        super().__init__(shard(model.float(), row, **self.options(row)), row)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **HYPER, fused=True)
+
+    def options(self, row: TrainRow) -> dict[str, Any]:
+        return {}
 
     def optimize(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), NEVER_CLIPS)
@@ -62,4 +62,13 @@ class Offload(Plain):
         leave()
 
 
-ours, offload = OursSharded, Offload
+class Offload(OnDevice):
+    """Uses CPUOffloadPolicy: fp32 parameters, gradients and state in host memory, stepped after backward."""
+
+    def options(self, row: TrainRow) -> dict[str, Any]:
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        return {"offload_policy": CPUOffloadPolicy(pin_memory=row.device.startswith("cuda"))}
+
+
+ours, on_device, offload = OursSharded, OnDevice, Offload

@@ -12,24 +12,31 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from benchmarks.gpu_suite.contestants import (
     ALL_ON_DEVICE,
     BARE,
     CONTESTANTS,
+    FSDP2_OFFLOAD,
+    FSDP2_ON_DEVICE,
     OURS,
     OURS_BF16,
     OURS_CLIPPED,
+    OURS_FSDP2,
     OURS_LEAN,
     SUPEROFFLOAD,
     THREADS,
     TORCHAO,
+    ZERO3_OFFLOAD,
     ZERO_OFFLOAD,
 )
-from benchmarks.gpu_suite.settings import Size, train_row
+from benchmarks.gpu_suite.settings import Size, published_row, published_sizes, train_row
 from benchmarks.gpu_suite.smoke import sanitizer
 from benchmarks.jobs import RESULT_PATH, Job
 from benchmarks.sources import PACKAGE
 from superoffload.host.environment import DEVICE_TIMEOUT
+from superoffload.host.processors import allowed_cpus
 
 SMOKE, SANITIZED, TESTS, DEEPSPEED_KERNEL = "smoke", "smoke, compute-sanitizer", "tests", "DeepSpeed's kernel"
 
@@ -71,6 +78,7 @@ _TEST_SOURCES = (
             "guarded_arrays",
             "kernel_battery",
             "kernel_inputs",
+            "numpy_kernels",
             "rank_processes",
         )
     ),
@@ -93,6 +101,7 @@ class Plan:
     contestants: tuple[str, ...] | None = None  # instead of the slot's
     tokens: tuple[int, ...] | None = None  # likewise
     capped: bool = False  # of these rows
+    ranks: tuple[int, ...] | None = None  # of the superchip slot; None: 1, 2 and 4, as many as there are GPUs
     row_seconds: float = 120.0
     sanitized: bool = True
     tests: bool = True
@@ -103,11 +112,11 @@ class Plan:
 
 
 def all_jobs(plan: Plan) -> list[Job]:
-    if plan.contestants or plan.tokens:
+    if (plan.contestants or plan.tokens) and plan.slot != "superchip":
         chosen = plan.contestants or _FIVE, plan.tokens or plan.size.tokens[:1]
         jobs = list(_train_jobs(plan, *chosen, capped=plan.capped))
     else:
-        jobs = {"first": _first, "second": _second, "third": _third}[plan.slot](plan)
+        jobs = {"first": _first, "second": _second, "third": _third, "superchip": _superchip}[plan.slot](plan)
     jobs = _once([*smoke_jobs(plan.device, sanitized=False), *jobs])
     waiting = [place for place, job in enumerate(jobs) if DEEPSPEED_KERNEL in job.after]
     if waiting:
@@ -153,6 +162,12 @@ def _third(plan: Plan) -> list[Job]:
         *_train_jobs(plan, tuple(CONTESTANTS), size.tokens),
         *_train_jobs(plan, (TORCHAO, ZERO_OFFLOAD), size.capped_tokens, capped=True),
     ]
+
+
+def _superchip(plan: Plan) -> list[Job]:
+    """Returns the machine's limits, the CPU step on every number of cores, and the published evaluation's setting."""
+    cores = range(1, len(allowed_cpus()) + 1)
+    return [*_machine_jobs(plan), _adam_by_threads(plan, cores), *_published_jobs(plan)]
 
 
 def _once(jobs: Sequence[Job]) -> list[Job]:
@@ -212,10 +227,10 @@ def _machine_jobs(plan: Plan) -> list[Job]:
     ]
 
 
-def _adam_by_threads(plan: Plan) -> Job:
+def _adam_by_threads(plan: Plan, threads: Sequence[int] = THREADS) -> Job:
     size = plan.size
     values = {"numel": size.adam_numel, "seconds": size.adam_seconds, "with_deepspeed": False}
-    return _machine_job(plan, "adam, by threads", "adam", {**values, "threads": list(THREADS)})
+    return _machine_job(plan, "adam, by threads", "adam", {**values, "threads": list(threads)})
 
 
 def _machine_job(plan: Plan, key: str, what: str, values: dict[str, Any]) -> Job:
@@ -257,6 +272,37 @@ def _train_job(plan: Plan, name: str, tokens: int, *, capped: bool) -> Job:
         sources=_OUR_SOURCES if entry.kind == "ours" else _PEER_SOURCES,
         needs=plan.row_seconds / 2,
         after=(SMOKE, *compiled),
+    )
+
+
+_PUBLISHED = (OURS_FSDP2, FSDP2_ON_DEVICE, SUPEROFFLOAD, ZERO3_OFFLOAD, FSDP2_OFFLOAD)
+_PUBLISHED_SECONDS, _PUBLISHED_NEED = 5400.0, 600.0
+
+
+def _published_jobs(plan: Plan) -> Iterator[Job]:
+    """Yields the smallest model on one GPU first, ours before the others."""
+    gpus = torch.cuda.device_count() if plan.cuda else max(plan.ranks or (1,))
+    for hidden in published_sizes(plan.toy):
+        for ranks in plan.ranks or [count for count in (1, 2, 4) if count <= gpus]:
+            for name in plan.contestants or _PUBLISHED:
+                yield _published_job(plan, name, ranks, hidden, gpus)
+
+
+def _published_job(plan: Plan, name: str, ranks: int, hidden: int, gpus: int) -> Job:
+    entry, values = CONTESTANTS[name], published_row(name, plan.device, ranks, hidden, plan.toy).as_json()
+    command = child("train", values)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    absent = entry.absent(plan.device) or (f"needs {ranks} GPUs, and there are {gpus}" if ranks > gpus else None)
+    return Job(
+        f"hidden {hidden}, ranks: {ranks}, {name}",
+        [sys.executable, *launcher, *command[1:]],
+        {"what": "published", **values},
+        plan.row_seconds if plan.toy else _PUBLISHED_SECONDS,
+        _environment(),
+        absent,
+        sources=_OUR_SOURCES if entry.kind == "ours" else _PEER_SOURCES,
+        needs=0.0 if plan.toy else _PUBLISHED_NEED,
+        after=(SMOKE, *((DEEPSPEED_KERNEL,) if entry.package == "deepspeed" else ())),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.planned_and_published import HIDDEN_SIZES, evaluated_model, swiglu_width
 from benchmarks.training.config import ModelConfig
 from superoffload.errors import ArgumentError
 
@@ -71,7 +72,7 @@ TOY = Size(
 
 @dataclass(frozen=True)
 class TrainRow:
-    """Describes one contestant at one setting; travels as JSON to the process that measures it."""
+    """Describes one contestant at one setting; travels as JSON to the processes that measure it, one per rank."""
 
     contestant: str
     device: str
@@ -83,9 +84,11 @@ class TrainRow:
     steps: int
     capped_gib: float | None = None
     seed: int = 0
+    ranks: int = 1
 
     @property
     def tokens(self) -> int:
+        """Counts a step's tokens on each rank."""
         return self.micro_batches * self.batch * self.model.sequence
 
     def as_json(self) -> dict[str, Any]:
@@ -109,6 +112,25 @@ def train_row(contestant: str, device: str, size: Size, tokens: int, capped: boo
         contestant, device, model, tokens // (batch * sequence), batch, size.warm_up, size.blocks, size.steps,
         size.capped_gib if capped else None,
     )  # fmt: skip
+
+
+def published_sizes(toy: bool) -> tuple[int, ...]:
+    return (32, 64) if toy else HIDDEN_SIZES
+
+
+def published_row(contestant: str, device: str, ranks: int, hidden: int, toy: bool) -> TrainRow:
+    """Returns the setting of the evaluation in benchmarks/planned_and_published.py: a sequence per GPU and step."""
+    if toy:
+        model = ModelConfig(
+            layers=2, hidden=hidden, heads=4, kv_heads=2, mlp=swiglu_width(hidden, 16), sequence=32, vocabulary=512
+        )
+        return TrainRow(contestant, device, model, 1, 4, warm_up=1, blocks=2, steps=1, ranks=ranks)
+    shape = evaluated_model(hidden)
+    model = ModelConfig(
+        layers=shape.layers, hidden=hidden, heads=shape.heads, kv_heads=shape.kv_heads, mlp=shape.ffn, sequence=2048,
+        vocabulary=shape.vocabulary,
+    )  # fmt: skip
+    return TrainRow(contestant, device, model, 1, 1, warm_up=100, blocks=9, steps=100, ranks=ranks)
 
 
 def parameters_of(model: ModelConfig) -> int:

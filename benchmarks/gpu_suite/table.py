@@ -17,13 +17,14 @@ _CUT = "... the rest: python -m benchmarks.gpu_suite --report gpu_suite.json"
 
 def table(rows: Sequence[Mapping[str, Any]], targets: Sequence[Target]) -> str:
     """Returns the whole table."""
-    return "\n".join([*_trust(rows), *_machine(Found(rows)), *_training(rows), *_targets(targets)])
+    return "\n".join([*_trust(rows), *_machine(Found(rows)), *_training(rows), *_published(rows), *_targets(targets)])
 
 
 def short_table(rows: Sequence[Mapping[str, Any]], targets: Sequence[Target]) -> str:
     """Returns at most 4 KB: without unmeasured targets, and cut off at the end if it is still too long."""
     measured = [target for target in targets if target.value is not None or target.verdict == "missed"]
-    lines = [*_trust(rows, _WHY), *_machine(Found(rows)), *_training(rows, _WHY), *_targets(measured)]
+    training = [*_training(rows, _WHY), *_published(rows, _WHY)]
+    lines = [*_trust(rows, _WHY), *_machine(Found(rows)), *training, *_targets(measured)]
     found: list[str] = []
     for line in lines:
         if sum(len(each.encode()) + 1 for each in [*found, line, _CUT]) > _SHORT:
@@ -36,7 +37,7 @@ def _trust(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> Itera
     """Yields smoke, tests, races and everything else besides training: their results, or why there are none."""
     for row in rows:
         what = row["settings"].get("what")
-        if what == "train" or (row["status"] == DONE and what not in ("smoke", "tests", "races")):
+        if what in ("train", "published") or (row["status"] == DONE and what not in ("smoke", "tests", "races")):
             continue
         yield f"{row['key']}: {_outcome(row)[:width]}"
 
@@ -82,14 +83,28 @@ def _training(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> It
     for setting in found.settings():
         tokens, capped = setting
         exposed = exposed_seconds(found, setting)
-        yield (
-            f"{f'{tokens} tokens per step' + (', GPU memory capped' if capped else ''):<34}"
-            f"{'ms/step':>9}{'tokens/s':>9}{'exposed':>8}{'GPU GiB':>8}{'host':>7}{'loss':>7}"
-        )
+        yield _heading(f"{tokens} tokens per step{', GPU memory capped' if capped else ''}")
         for row in found.rows:
             settings = row["settings"]
             if settings.get("what") == "train" and (settings["tokens"], settings["capped_gib"] is not None) == setting:
                 yield _line(row, exposed, width)
+
+
+def _heading(text: str) -> str:
+    return f"{text:<34}{'ms/step':>9}{'tokens/s':>9}{'exposed':>8}{'GPU GiB':>8}{'host':>7}{'loss':>7}"
+
+
+def _published(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> Iterator[str]:
+    """Yields the published evaluation's setting; memory and loss are those of the first rank."""
+    before = ""
+    for row in Found(rows).rows:
+        settings = row["settings"]
+        if settings.get("what") == "published":
+            title = f"hidden {settings['model']['hidden']}, ranks: {settings['ranks']}"
+            if title != before:
+                yield _heading(title)
+            before = title
+            yield _line(row, {}, width)
 
 
 def _line(row: Mapping[str, Any], exposed: Mapping[str, float], width: int | None) -> str:

@@ -45,6 +45,11 @@ _COUNTED = frozenset(
 _LEAST_BLOCKS, _ENDING_SECONDS = 2, 10.0
 
 
+def rank() -> int:
+    """Returns the rank that a launcher gave this process; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def _seconds_left() -> float:
     """Returns the seconds until this process is ended from outside."""
     return float(os.environ.get(ENDS_VARIABLE, "inf")) - time.monotonic()
@@ -97,7 +102,7 @@ class Batches:
 
     def __init__(self, row: TrainRow, device: Device) -> None:
         corpus = load_corpus(None, row.model.sequence)
-        self._source = BatchSource(corpus.train, row.batch, row.model.sequence, row.seed + 1)
+        self._source = BatchSource(corpus.train, row.batch, row.model.sequence, row.seed + 1 + rank())
         self._count, self._device = row.micro_batches, device.torch
 
     def next(self) -> list[Tensor]:
@@ -143,7 +148,7 @@ def _timed(contestant: Contestant, row: TrainRow, device: Device) -> dict[str, A
         "seconds_mean": sum(seconds) / len(seconds),
         "seconds": seconds,
         "tokens": row.tokens,
-        "tokens_per_second": row.tokens / median(seconds),
+        "tokens_per_second": row.ranks * row.tokens / median(seconds),
         "losses": [float(loss) for loss in losses],
         "final_loss": float(losses[-1]),
         "timed": {name: value - before[name] for name, value in contestant.counters().items() if name in _COUNTED},
