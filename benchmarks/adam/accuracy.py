@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from superoffload import kernels
+from tests.support import numpy_kernels
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
@@ -32,7 +32,7 @@ class StepInputs:
     exp_avg: Float32
     exp_avg_sq: Float32
     gradient: Float32
-    hyper: kernels.Hyper
+    hyper: numpy_kernels.Hyper
 
     def copies(self) -> tuple[Float32, Float32, Float32]:
         return self.master.copy(), self.exp_avg.copy(), self.exp_avg_sq.copy()
@@ -57,7 +57,7 @@ def training_like_inputs(numel: int, seed: int, step: int = 100, lr: float = 1e-
         exp_avg=(0.3 * scale * random.standard_normal(numel)).astype(np.float32),
         exp_avg_sq=(scale * scale * random.chisquare(8, numel) / 8 * (1 - 0.999**step)).astype(np.float32),
         gradient=rounded,
-        hyper=kernels.Hyper(lr=lr, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2, step=step),
+        hyper=numpy_kernels.Hyper(lr=lr, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2, step=step),
     )
 
 
@@ -98,7 +98,7 @@ def our_step(inputs: StepInputs) -> dict[str, Float32]:
     """Steps with the kernels of the current instruction set; all of them give the same bits."""
     master, exp_avg, exp_avg_sq = inputs.copies()
     shadow = np.empty_like(master)
-    kernels.Span(master, exp_avg, exp_avg_sq, inputs.gradient, shadow).step(inputs.hyper)
+    numpy_kernels.Span(master, exp_avg, exp_avg_sq, inputs.gradient, shadow).step(inputs.hyper)
     return {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 

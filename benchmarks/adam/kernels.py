@@ -57,7 +57,7 @@ def run_adam(settings: AdamBenchmark, progress: Progress) -> dict[str, Any]:
     rows: list[Row] = []
     limit: Row = {}
     journal: Row = {}
-    deepspeed, peers = _find_deepspeed(settings.with_deepspeed)
+    deepspeed, peers = _find_deepspeed(settings.with_deepspeed, progress)
     before = kernels.current_isa()
     torch_threads = torch.get_num_threads()
     try:
@@ -88,10 +88,11 @@ def _grid(settings: AdamBenchmark) -> list[tuple[int, int]]:
     return sizes + [(settings.numel, threads) for threads in settings.threads if threads not in (1, most)]
 
 
-def _find_deepspeed(wanted: bool) -> tuple[Any | None, dict[str, str]]:
+def _find_deepspeed(wanted: bool, progress: Progress) -> tuple[Any | None, dict[str, str]]:
     peers = {"torch.optim.AdamW(fused=True)": f"torch {torch.__version__}"}
     if not wanted:
         return None, {**peers, "DeepSpeedCPUAdam": "left out (--no-deepspeed)"}
+    progress("DeepSpeedCPUAdam; its kernel compiles at first use, in a minute or more")
     try:
         found = who.load_deepspeed()
     except who.PeerMissing as missing:

@@ -34,11 +34,14 @@ def make_parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     import torch
 
+    from benchmarks.facts import machine_facts
     from benchmarks.link.stand_in import stand_in
     from benchmarks.link.steps import Rig
 
     if torch.cuda.is_available():
+        print(f"steps on {torch.cuda.get_device_name()}; CPU: {machine_facts()['cpu']}")
         return measure(args, Rig(torch.device("cuda"), torch.cuda.synchronize))
+    print(f"no GPU: steps over a stand-in for the driver, whose copies are memcpy; CPU: {machine_facts()['cpu']}")
     with stand_in() as rig:
         return measure(args, rig)
 
