@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.optimizer.packed_gradient import PackedGradient
-from tests.support.adamw_training import batch, grads_of
+from tests.support.adamw_training import batch, grads_of, train
 from tests.support.fake_cuda import Fake
 from tests.support.freed_gradients import (
+    branches,
     check,
-    clipped,
     on_the_device,
     on_the_host,
     seen,
@@ -32,26 +33,9 @@ from tests.support.freed_gradients import (
 # ---- clipped, edited, scaled by hand --------------------------------------------------------------------------------
 
 
-def foreach(model: nn.Module) -> None:
-    torch._foreach_mul_(grads_of(model), 2)
-
-
-def replaced(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad = parameter.grad * 2
-
-
 def multiplied(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad *= 2
-
-
-def after_a_look(model: nn.Module) -> None:
-    for grad in grads_of(model):
-        with torch.inference_mode():
-            grad.norm()
-        grad.view(-1)[:].mul_(2)
 
 
 def copied(model: nn.Module) -> None:
@@ -60,14 +44,10 @@ def copied(model: nn.Module) -> None:
 
 
 EDITS: dict[str, Callable[[Any], Any]] = {
-    "norm": clipped,
     "norm, one by one": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False),
     "value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
     "total norm": lambda model: nn.utils.get_total_norm(grads_of(model)),
-    "foreach": foreach,
-    "replaced": replaced,
     "*=": multiplied,
-    "after a look": after_a_look,
     "copy_": copied,
 }
 
@@ -125,34 +105,20 @@ def by_numpy(model: nn.Module) -> None:
 @pytest.mark.parametrize("edit", [by_data, by_numpy])
 def test_edits_that_leave_no_trace(fake: Fake, edit: Callable[[nn.Module], None]) -> None:
     """On the host they are not noticed; a gradient that was brought back is compared."""
-    expected = on_the_host(lambda model, optimizer: steps(model, optimizer, lambda: foreach(model)), torch.float32)
+    expected = on_the_host(lambda model, optimizer: steps(model, optimizer, lambda: multiplied(model)), torch.float32)
     found, *_ = on_the_device(
         fake, lambda model, optimizer: steps(model, optimizer, lambda: edit(model)), torch.float32
     )
     assert found == expected
 
 
-def test_gradients_that_are_taken_away_or_replaced(fake: Fake) -> None:
-    def replaced(model: nn.Module, optimizer: AdamW) -> None:
-        parameters = list(model.parameters())
-        for seed in range(3):
-            optimizer.zero_grad()
-            batch(model, seed).backward()
-            parameters[0].grad = None
-            parameters[1].grad = torch.ones_like(parameters[1])
-            optimizer.step()
-
-    check(fake, replaced, told=False)
-
-
-@pytest.mark.parametrize("by_hand", ["", "unscale_ and clip"])
-def test_scaler(fake: Fake, by_hand: str) -> None:
+def test_scaler(fake: Fake) -> None:
     def losses_of(model: nn.Module, seed: int) -> Iterator[Tensor]:
         for micro in range(1 + (seed == 4)):
             yield batch(model, 10 * seed + micro, scale=float("inf") if seed == 2 else 1.0)
 
     def scaled(model: nn.Module, optimizer: AdamW) -> list[float]:
-        return with_scaler(model, optimizer, (losses_of(model, seed) for seed in range(6)), by_hand)
+        return with_scaler(model, optimizer, (losses_of(model, seed) for seed in range(6)), "unscale_ and clip")
 
     check(fake, scaled, torch.float32)
 
@@ -249,3 +215,122 @@ def test_what_needs_no_elements(fake: Fake) -> None:
     check(fake, form, told=False)
     *_, freed = on_the_device(fake, form, torch.bfloat16)
     assert freed == 6
+
+
+# ---- added to, set to zero ------------------------------------------------------------------------------------------
+
+
+def windows(model: nn.Module, optimizer: AdamW) -> None:
+    for window in range(3):
+        optimizer.zero_grad()
+        for micro in range(3):
+            batch(model, 10 * window + micro).backward()
+        optimizer.step()
+
+
+def test_only_the_first_window_is_a_surprise(fake: Fake) -> None:
+    """Then it is known how many gradients make a step, and none is packed before the last."""
+
+    def learned(model: nn.Module, optimizer: AdamW) -> None:
+        windows(model, optimizer)
+        with taken_back() as taken:
+            windows(model, optimizer)
+        assert not taken
+
+    check(fake, learned)
+
+
+def test_a_window_that_is_told_brings_nothing_back(fake: Fake) -> None:
+    def told(model: nn.Module, optimizer: AdamW) -> None:
+        for window in range(3):
+            optimizer.zero_grad()
+            with optimizer.accumulate():
+                batch(model, 10 * window).backward()
+            batch(model, 10 * window + 1).backward()
+            optimizer.step()
+
+    with taken_back() as taken:
+        check(fake, told, told=False)
+    assert not taken
+
+
+def test_what_was_added_or_set_to_zero_takes_no_memory(fake: Fake) -> None:
+    def two(model: nn.Module, optimizer: AdamW) -> None:
+        batch(model, 0).backward()
+        batch(model, 1).backward()
+
+    def zeroed(model: nn.Module, optimizer: AdamW) -> None:
+        train(model, optimizer, range(2))
+        optimizer.zero_grad(set_to_none=False)
+
+    for program in (two, zeroed):
+        *_, freed = on_the_device(fake, program, torch.bfloat16)
+        assert freed == 6
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_buckets_that_are_laid_out_anew(fake: Fake, cleared: bool) -> None:
+    """What is still shown of the step before is copied before that."""
+
+    def kept(model: nn.Module, optimizer: AdamW) -> list[Any]:
+        found = []
+        for seed in range(4):
+            if cleared:
+                optimizer.zero_grad()
+            batch(model, seed).backward()
+            before = optimizer._engine.buckets
+            optimizer.step()
+            found.append([grad.clone() for grad in grads_of(model)])
+            if seed == 0 and cleared:
+                optimizer.zero_grad()
+                assert optimizer._engine.buckets is not before
+            elif seed == 1:
+                next(model.parameters()).grad = None
+        return found
+
+    check(fake, kept, make=branches)
+
+
+def test_a_group_that_is_added(fake: Fake) -> None:
+    """Its buckets are attached beside those whose gradients are still shown."""
+
+    def grown(model: Any, optimizer: AdamW) -> None:
+        more = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+        with torch.no_grad():
+            more.weight.fill_(0.5)
+        batch(model, 0).backward()
+        optimizer.step()
+        optimizer.add_param_group({"params": [more.weight]})
+        for _ in range(2):
+            more(model(torch.ones(2, 16, dtype=torch.bfloat16))).square().sum().backward()
+            optimizer.step()
+
+    check(fake, grown)
+
+
+def test_gradients_set_to_zero_between_backward_and_step(fake: Fake) -> None:
+    def zeroed(model: nn.Module, optimizer: AdamW) -> None:
+        train(model, optimizer, range(2))
+        optimizer.zero_grad()
+        batch(model, 3).backward()
+        grads_of(model)[0].zero_()
+        torch.zero_(grads_of(model)[2])
+        torch._foreach_zero_(grads_of(model)[3:5])
+        optimizer.step()
+
+    check(fake, zeroed)
+
+
+def test_backwards_in_threads(fake: Fake) -> None:
+    def in_threads(model: nn.Module, optimizer: AdamW) -> None:
+        for seed in range(3):
+            optimizer.zero_grad()
+            for loss in [batch(model, 10 * seed + i) for i in range(2)]:
+                thread = threading.Thread(target=loss.backward)
+                thread.start()
+                for grad in grads_of(model):
+                    grad.shape  # noqa: B018 - while the other thread packs, frees and adds
+                thread.join()
+            optimizer.step()
+
+    check(fake, in_threads)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from superoffload.errors import ArgumentError, DeviceError, StateError
 from superoffload.optimizer.packed_gradient import PackedGradient, packed_in
-from tests.support.adamw_training import batch, model_of, train
+from tests.support.adamw_training import batch, grads_of, model_of, train
 from tests.support.fake_cuda import Fake, on_fake_device
 from tests.support.fake_cuda_training import check_against_host, host_digests, quick_collections, training
 from tests.support.fp32_gradients import needs_grad_dtype
@@ -130,6 +130,28 @@ def test_kept_gradients_may_be_edited(fake: Fake) -> None:
 def test_keep_grads_is_checked(value: Any) -> None:
     with pytest.raises(ArgumentError, match="keep_grads"):
         AdamW(model_of().parameters(), keep_grads=value)
+
+
+@needs_grad_dtype
+def test_a_placeholder_is_of_the_dtype_that_its_gradient_may_have(fake: Fake) -> None:
+    """In fp32 while the optimizer is open; then as ``p.grad`` may be, without memory, and no gradient any more."""
+    model = model_of(torch.bfloat16)
+    with on_fake_device(fake), AdamW(model.parameters(), threads=1, accumulate_dtype="fp32") as optimizer:
+        batch(model, 0).backward()
+        for param in model.parameters():
+            assert isinstance(param.grad, PackedGradient) and param.grad.dtype is torch.float32
+        optimizer.step()
+        fake.synchronize()
+        grads_of(model)[0].zero_()
+    first, *others = model.parameters()
+    for param in model.parameters():
+        assert param.grad is not None and param.grad.dtype is torch.bfloat16
+        packed: Any = packed_in(param.grad)
+        assert packed.in_memory is None and packed.shape == param.shape
+    for param in others:
+        with pytest.raises(StateError, match="its optimizer is closed"):
+            param.grad.norm()  # type: ignore[union-attr]  # that is asserted above
+    assert first.grad is not None and not first.grad.any(), "it was set to zero, which needs no optimizer"
 
 
 # ---- memory that they take, and memory that is refused --------------------------------------------------------------

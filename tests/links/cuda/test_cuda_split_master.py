@@ -21,7 +21,6 @@ from superoffload.engine.bucket import Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.native_work import native_work
 from superoffload.engine.placement import Placer
-from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import HostMemoryError
 from tests.support.adamw_training import batch, model_of, train, weights
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device, on_host
@@ -82,42 +81,6 @@ def run_on_fake(fake: Fake, code: Code, **options: Any) -> Outcome:
 
 
 # ---- steps ------------------------------------------------------------------------------------------------------
-
-
-def check_placements(fake: Fake, **options: Any) -> dict[str, float | int]:
-    """Returns the counters of the run without state on the device."""
-    expected, _ = run_on_host(steps, **options)
-    found = {}
-    for seed, placement in enumerate(PLACEMENTS):
-        fake.delays(seed, LATE)
-        digests, stats = run_on_fake(fake, steps, placement=placement, **options)
-        assert digests == expected, placement
-        found[str(placement)] = stats
-    on_device = [stats["params_on_device"] for stats in found.values()]
-    assert 0 == on_device[0] < on_device[1] < on_device[2]
-    assert fake.mismatches == 0
-    return found["None"]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_bits_of_the_host_link(fake: Fake, mode: str) -> None:
-    stats = check_placements(fake, speculation=mode, max_grad_norm=0.5)
-    assert stats["skipped_steps"] == 1 and stats["clipped_steps"] > 0
-    assert (stats["buckets_speculated"] > 0) == (mode != "never")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"state_dtype": "bf16", "seed": 3},
-        {"state_dtype": "8bit", "seed": 3},
-        {"accumulate_dtype": "fp32"},
-        {"keep_grads": True},
-    ],
-    ids=str,
-)
-def test_with_other_options(fake: Fake, options: dict[str, Any]) -> None:
-    check_placements(fake, speculation="always", max_grad_norm=0.5, **options)
 
 
 def test_state_that_moves_with_every_step(fake: Fake) -> None:
