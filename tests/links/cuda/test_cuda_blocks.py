@@ -16,7 +16,7 @@ from superoffload.links.cuda.blocks import early_buckets
 from superoffload.optimizer.bit_compare_interval import BitCompareInterval
 from superoffload.timeline import PROCESSORS, read_trace
 from tests.support.adamw_training import batch
-from tests.support.fake_cuda import Fake, LateLink, on_fake_device, on_host
+from tests.support.fake_cuda import Fake, LateLink, on_fake_device
 from tests.support.fake_cuda_training import blocks_of, count_gradients, training
 from tests.support.fake_memory import allocated
 from tests.support.link_runs import LATE, deep_model, run_model, steps, wide_model
@@ -98,17 +98,13 @@ def test_blocks_and_gradients_never_exceed_all_gradients(
                 assert most > all_gradients / 2, "most of the gradients' memory is used again"
 
 
-@pytest.mark.parametrize(
-    ("make_model", "bucket_numel"), [(deep_model, 1024), (wide_model, 1024), (large_last, 5000), (large_first, 2048)]
-)
-def test_behind_accumulate_they_may_take_more(fake: Fake, make_model: MakeModel, bucket_numel: int) -> None:
-    """One bucket, since all gradients are there when it is packed, and a gradient that spans buckets, which stays."""
-    model = make_model(torch.bfloat16)
+def test_behind_accumulate_they_may_take_more(fake: Fake) -> None:
+    """One bucket, since all gradients are there when it is packed."""
+    model = deep_model(torch.bfloat16)
     with on_fake_device(fake) as links:
         all_gradients = count_gradients(model, links)
-        with AdamW(model.parameters(), speculation="always", threads=1, bucket_numel=bucket_numel) as optimizer:
+        with AdamW(model.parameters(), speculation="always", threads=1, bucket_numel=1024) as optimizer:
             memory = links[0].fake_device.memory
-            most = 0
             for seed in range(4):
                 optimizer.zero_grad()
                 fake.synchronize()
@@ -116,13 +112,10 @@ def test_behind_accumulate_they_may_take_more(fake: Fake, make_model: MakeModel,
                 with optimizer.accumulate():
                     batch(model, seed).backward()
                 batch(model, 7 + seed).backward()
-                most = max(most, blocks_of(optimizer))
+                assert (blocks_of(optimizer) > 0) == (seed > 0)
                 optimizer.step()
-                buckets = optimizer._engine.buckets
-                bucket_more = max(allocated(2 * bucket.padded) for bucket in buckets)
-                spans = [p.shard.numel for bucket in buckets for p in bucket.pieces if p.numel < p.shard.numel]
-                assert memory.peak - always <= all_gradients + bucket_more + allocated(2 * max(spans, default=0))
-            assert (most > 0) == bool(early_buckets(optimizer._engine.buckets))
+                one_more = max(allocated(2 * bucket.padded) for bucket in optimizer._engine.buckets)
+                assert memory.peak - always <= all_gradients + one_more
 
 
 def test_which_buckets_may_have_one(fake: Fake) -> None:
@@ -261,31 +254,6 @@ def test_gradients_in_memory_of_another_stream_go_behind_the_pack_kernel(fake: F
 
     assert all(on_two_streams(fake, seed, told) == expected for seed in range(2))
     assert any(on_two_streams(fake, seed, forgotten) != expected for seed in range(6))
-
-
-@pytest.mark.parametrize("mode", ["always", "never"])
-def test_one_parameter_in_many_buckets(fake: Fake, mode: str) -> None:
-    """Nothing is read that was overwritten, whichever of its buckets is delivered first."""
-
-    def trained(synchronize: Callable[[], None]) -> dict[str, str]:
-        torch.manual_seed(0)
-        model = nn.Linear(64, 64, bias=False).bfloat16()
-        model.register_forward_pre_hook(lambda *_: synchronize())
-        with AdamW(model.parameters(), bucket_numel=512, threads=2, speculation=mode) as optimizer:
-            for seed in range(4):
-                values = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
-                model(values).float().square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            synchronize()
-            return optimizer.state_digests()
-
-    with on_host():
-        expected = trained(lambda: None)
-    fake.delays(1, LATE)
-    with on_fake_device(fake):
-        assert trained(fake.synchronize) == expected
-    assert fake.mismatches == 0
 
 
 @pytest.mark.parametrize("waits", [True, False])
