@@ -102,19 +102,6 @@ def test_a_gradient_that_was_lost_on_its_way_is_an_error(fake: Fake) -> None:
         optimizer.step()
 
 
-def test_model_zero_grad_and_another_backward(fake: Fake) -> None:
-    """The first backward's gradients are gone: only the second counts."""
-    with training(fake) as (model, optimizer):
-        batch_of_another_step = 7
-        model.zero_grad()
-        batch(model, batch_of_another_step).backward()
-        model.zero_grad()
-        batch(model, 2).backward()
-        optimizer.step()
-        fake.synchronize()
-        assert optimizer.state_digests() == host_digests(range(3))
-
-
 def test_kept_gradients_may_be_edited(fake: Fake) -> None:
     def edited(model: nn.Module, optimizer: AdamW) -> None:
         optimizer.zero_grad()

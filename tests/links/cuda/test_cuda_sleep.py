@@ -113,11 +113,6 @@ def test_host_memory_that_is_refused_at_wake_leaves_nothing_pinned(fake: Fake) -
         optimizer.wake()
         fake.synchronize()
         assert optimizer.state_digests() == before
-
-
-def test_it_is_closed_asleep(fake: Fake) -> None:
-    with training(fake) as (_, optimizer):
-        before = optimizer.state_digests()
         optimizer.sleep()
         optimizer.close()
         assert optimizer.state_digests() == before
