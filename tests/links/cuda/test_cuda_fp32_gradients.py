@@ -121,7 +121,7 @@ def test_gradients_of_other_streams_move_to_buckets_that_are_made_anew(fake: Fak
         assert param.grad is not None
         fake.current = side if before == 0 else main
         if before == 0:
-            fake.sleep(20_000.0)
+            fake.sleep(100_000.0)
         values = param.grad.clone()
         param.grad.view(-1).view(torch.uint8).copy_(garbage_like(param.grad))
         device.kept.append(param.grad)
