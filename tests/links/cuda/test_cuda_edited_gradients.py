@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -27,7 +27,6 @@ from tests.support.freed_gradients import (
     seen,
     steps,
     taken_back,
-    with_scaler,
 )
 
 # ---- clipped, edited, scaled by hand --------------------------------------------------------------------------------
@@ -38,17 +37,11 @@ def multiplied(model: nn.Module) -> None:
         parameter.grad *= 2
 
 
-def copied(model: nn.Module) -> None:
-    for grad in grads_of(model):
-        grad.copy_(grad.clone() * 2)
-
-
 EDITS: dict[str, Callable[[Any], Any]] = {
     "norm, one by one": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False),
     "value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
     "total norm": lambda model: nn.utils.get_total_norm(grads_of(model)),
     "*=": multiplied,
-    "copy_": copied,
 }
 
 
@@ -110,17 +103,6 @@ def test_edits_that_leave_no_trace(fake: Fake, edit: Callable[[nn.Module], None]
         fake, lambda model, optimizer: steps(model, optimizer, lambda: edit(model)), torch.float32
     )
     assert found == expected
-
-
-def test_scaler(fake: Fake) -> None:
-    def losses_of(model: nn.Module, seed: int) -> Iterator[Tensor]:
-        for micro in range(1 + (seed == 4)):
-            yield batch(model, 10 * seed + micro, scale=float("inf") if seed == 2 else 1.0)
-
-    def scaled(model: nn.Module, optimizer: AdamW) -> list[float]:
-        return with_scaler(model, optimizer, (losses_of(model, seed) for seed in range(6)), "unscale_ and clip")
-
-    check(fake, scaled, torch.float32)
 
 
 # ---- looked at ------------------------------------------------------------------------------------------------------
@@ -289,36 +271,6 @@ def test_buckets_that_are_laid_out_anew(fake: Fake, cleared: bool) -> None:
         return found
 
     check(fake, kept, make=branches)
-
-
-def test_a_group_that_is_added(fake: Fake) -> None:
-    """Its buckets are attached beside those whose gradients are still shown."""
-
-    def grown(model: Any, optimizer: AdamW) -> None:
-        more = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
-        with torch.no_grad():
-            more.weight.fill_(0.5)
-        batch(model, 0).backward()
-        optimizer.step()
-        optimizer.add_param_group({"params": [more.weight]})
-        for _ in range(2):
-            more(model(torch.ones(2, 16, dtype=torch.bfloat16))).square().sum().backward()
-            optimizer.step()
-
-    check(fake, grown)
-
-
-def test_gradients_set_to_zero_between_backward_and_step(fake: Fake) -> None:
-    def zeroed(model: nn.Module, optimizer: AdamW) -> None:
-        train(model, optimizer, range(2))
-        optimizer.zero_grad()
-        batch(model, 3).backward()
-        grads_of(model)[0].zero_()
-        torch.zero_(grads_of(model)[2])
-        torch._foreach_zero_(grads_of(model)[3:5])
-        optimizer.step()
-
-    check(fake, zeroed)
 
 
 def test_backwards_in_threads(fake: Fake) -> None:
