@@ -200,7 +200,7 @@ def test_gradients_that_are_memory_which_the_step_writes(
         params = [nn.Parameter(torch.linspace(0, step + 1, 3000)) for step in range(3)]
         return [{"params": [param]} for param in params] if grouped else params
 
-    def steps(_: list[Any], optimizer: AdamW) -> None:
+    def steps(made: list[Any], optimizer: AdamW) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for _ in range(4):
             for param, other in zip(params, [*params[1:], params[0]], strict=True):

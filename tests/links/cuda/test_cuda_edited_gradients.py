@@ -33,7 +33,8 @@ from tests.support.freed_gradients import (
 
 
 def multiplied(model: nn.Module) -> None:
-    for parameter in model.parameters():
+    parameters: list[Any] = list(model.parameters())
+    for parameter in parameters:
         parameter.grad *= 2
 
 
