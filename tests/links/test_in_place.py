@@ -191,7 +191,7 @@ def a_moment(optimizer: AdamW, other: nn.Parameter) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("of", "grouped"), [(a_parameter, False), (a_parameter, True), (a_parameter_that_moved, True), (a_moment, False)]
+    ("of", "grouped"), [(a_parameter, False), (a_parameter, True), (a_parameter_that_moved, True), (a_moment, True)]
 )
 def test_gradients_that_are_memory_which_the_step_writes(
     of: Callable[[AdamW, nn.Parameter], Tensor], grouped: bool
