@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,6 +48,17 @@ def moves_behind_the_stream(fake: Fake) -> Iterator[None]:
 
     with mock.patch("superoffload.engine.layout.move_state", move):
         yield
+
+
+@contextmanager
+def quick_collections() -> Iterator[None]:
+    """``gc.collect()`` looks only at what is made inside."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def host_digests(seeds: range, **options: Any) -> dict[str, str]:

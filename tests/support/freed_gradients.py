@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -137,23 +137,3 @@ def images(dtype: torch.dtype) -> nn.Module:
     model: Any = nn.Sequential(*layers).to(dtype)
     made: nn.Module = model.to(memory_format=torch.channels_last)
     return made
-
-
-def with_scaler(
-    model: nn.Module, optimizer: AdamW, windows: Iterable[Iterable[Tensor]], by_hand: str = ""
-) -> list[float]:
-    """Trains with a GradScaler on the losses of each window; returns its scales. ``by_hand`` has "unscale_", "clip"."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    scales = []
-    for losses in windows:
-        optimizer.zero_grad()
-        for loss in losses:
-            scaler.scale(loss).backward()
-        if by_hand:
-            scaler.unscale_(optimizer)
-        if "clip" in by_hand:
-            clipped(model)
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return scales

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,17 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.engine.speculation_schedule import MODES
 from superoffload.links.cuda.blocks import early_buckets
 from superoffload.optimizer.bit_compare_interval import BitCompareInterval
 from superoffload.timeline import PROCESSORS, read_trace
 from tests.support.adamw_training import batch
-from tests.support.fake_cuda import Fake, on_fake_device, on_host
+from tests.support.fake_cuda import Fake, LateLink, on_fake_device
 from tests.support.fake_cuda_training import blocks_of, count_gradients, training
 from tests.support.fake_memory import allocated
 from tests.support.link_runs import LATE, deep_model, run_model, steps, wide_model
 
 MakeModel = Callable[[torch.dtype], nn.Sequential]
+Outcome = tuple[dict[str, str], int]
 
 
 # ---- the peak -------------------------------------------------------------------------------------------------------
@@ -50,10 +51,19 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices}, {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bucket_numel", [1024, 2048, 5000])
-@pytest.mark.parametrize("groups", [one_group, two_groups])
-@pytest.mark.parametrize("make_model", [deep_model, wide_model, large_last, large_first])
+@pytest.mark.parametrize(
+    ("make_model", "groups", "bucket_numel", "dtype"),
+    [
+        (deep_model, one_group, 1024, torch.bfloat16),
+        (deep_model, two_groups, 2048, torch.float32),
+        (wide_model, one_group, 2048, torch.bfloat16),
+        (wide_model, two_groups, 1024, torch.float32),
+        (large_last, one_group, 5000, torch.float32),
+        (large_last, two_groups, 1024, torch.bfloat16),
+        (large_first, one_group, 1024, torch.float32),
+        (large_first, two_groups, 5000, torch.bfloat16),
+    ],
+)
 def test_blocks_and_gradients_never_exceed_all_gradients(
     fake: Fake,
     make_model: MakeModel,
@@ -88,16 +98,13 @@ def test_blocks_and_gradients_never_exceed_all_gradients(
                 assert most > all_gradients / 2, "most of the gradients' memory is used again"
 
 
-@pytest.mark.parametrize("bucket_numel", [1024, 2048, 5000])
-@pytest.mark.parametrize("make_model", [deep_model, wide_model, large_last, large_first])
-def test_behind_accumulate_they_may_take_more(fake: Fake, make_model: MakeModel, bucket_numel: int) -> None:
-    """One bucket, since all gradients are there when it is packed, and a gradient that spans buckets, which stays."""
-    model = make_model(torch.bfloat16)
+def test_behind_accumulate_they_may_take_more(fake: Fake) -> None:
+    """One bucket, since all gradients are there when it is packed."""
+    model = deep_model(torch.bfloat16)
     with on_fake_device(fake) as links:
         all_gradients = count_gradients(model, links)
-        with AdamW(model.parameters(), speculation="always", threads=1, bucket_numel=bucket_numel) as optimizer:
+        with AdamW(model.parameters(), speculation="always", threads=1, bucket_numel=1024) as optimizer:
             memory = links[0].fake_device.memory
-            most = 0
             for seed in range(4):
                 optimizer.zero_grad()
                 fake.synchronize()
@@ -105,40 +112,33 @@ def test_behind_accumulate_they_may_take_more(fake: Fake, make_model: MakeModel,
                 with optimizer.accumulate():
                     batch(model, seed).backward()
                 batch(model, 7 + seed).backward()
-                most = max(most, blocks_of(optimizer))
+                assert (blocks_of(optimizer) > 0) == (seed > 0)
                 optimizer.step()
-                buckets = optimizer._engine.buckets
-                bucket_more = max(allocated(2 * bucket.padded) for bucket in buckets)
-                spans = [p.shard.numel for bucket in buckets for p in bucket.pieces if p.numel < p.shard.numel]
-                assert memory.peak - always <= all_gradients + bucket_more + allocated(2 * max(spans, default=0))
-            assert (most > 0) == bool(early_buckets(optimizer._engine.buckets))
+                one_more = max(allocated(2 * bucket.padded) for bucket in optimizer._engine.buckets)
+                assert memory.peak - always <= all_gradients + one_more
 
 
-def test_the_last_two_buckets_have_none(fake: Fake) -> None:
-    """Those in front of them have, where buckets are alike."""
+def test_which_buckets_may_have_one(fake: Fake) -> None:
+    """All but the last two, where buckets are alike."""
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
     with on_fake_device(fake), AdamW(model.parameters(), bucket_numel=1024) as optimizer:
         buckets = optimizer._engine.buckets
         assert len(buckets) == 6
         assert early_buckets(buckets) == set(buckets[:-2])
+        for bucket in buckets:
+            bucket.gradient_dtype = torch.bfloat16
+        assert early_buckets(buckets) == set(), "parameters that are wider than gradients"
+        for bucket in buckets:
+            bucket.gradient_dtype = torch.float32
         for bucket in buckets[:4]:
             bucket.pieces[0].shard.keeps_gradient = True
         assert early_buckets(buckets) == set(), "gradients that stay leave nothing"
 
 
-def test_parameters_that_are_wider_than_gradients_have_none(fake: Fake) -> None:
-    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
-    with on_fake_device(fake), AdamW(model.parameters(), bucket_numel=1024) as optimizer:
-        buckets = optimizer._engine.buckets
-        for bucket in buckets:
-            bucket.gradient_dtype = torch.bfloat16
-        assert early_buckets(buckets) == set()
-
-
 # ---- delivery on demand, and the end --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["always", "never"])
 def test_delivery_on_demand_leaves_none_to_the_next_forward(fake: Fake, mode: str, tmp_path: Path) -> None:
     """What has gone up is delivered at once, and what goes up later does without. A timeline knows both."""
     model, trace = deep_model(torch.bfloat16), tmp_path / "trace.json"
@@ -161,127 +161,99 @@ def test_delivery_on_demand_leaves_none_to_the_next_forward(fake: Fake, mode: st
     assert fake.mismatches == 0
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_all_of_them_go_where_gradients_were_thrown_away(fake: Fake, set_to_none: bool) -> None:
+def throw_away(model: nn.Module, optimizer: AdamW) -> None:
     """``step()`` then has nothing to do, and ``zero_grad()`` neither."""
-    with training(fake, model=deep_model(torch.bfloat16)) as (model, optimizer):
-        before = optimizer.state_digests()
-        batch(model, 2).backward()
-        assert blocks_of(optimizer) > 0
-        for param in model.parameters():
-            param.grad = None
-        optimizer.step()
-        assert blocks_of(optimizer) == 0
-        optimizer.zero_grad(set_to_none)
-        fake.synchronize()
-        assert optimizer.state_digests() == before and fake.mismatches == 0
+    for param in model.parameters():
+        param.grad = None
+    optimizer.step()
 
 
-@pytest.mark.parametrize("end", ["skip", "abandon", "close"])
+ENDS: dict[str, Callable[[nn.Module, AdamW], object]] = {
+    "skip": lambda model, optimizer: optimizer.step(),
+    "abandon": lambda model, optimizer: optimizer.zero_grad(),
+    "zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "close": lambda model, optimizer: optimizer.close(),
+    "thrown away": throw_away,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
 def test_all_of_them_go_when_a_step_ends_with_nothing(fake: Fake, end: str) -> None:
     with training(fake, model=deep_model(torch.bfloat16)) as (model, optimizer):
+        before = optimizer.state_digests()
         optimizer.zero_grad()
         handle = next(model.parameters()).register_hook(lambda gradient: gradient * torch.nan)
         batch(model, 2).backward()
         handle.remove()
         assert blocks_of(optimizer) > 0
-        ends: dict[str, Callable[[], object]]
-        ends = {"skip": optimizer.step, "abandon": optimizer.zero_grad, "close": optimizer.close}
-        ends[end]()
+        ENDS[end](model, optimizer)
         assert blocks_of(optimizer) == 0
+        optimizer.zero_grad()
+        fake.synchronize()
+        assert optimizer.state_digests() == before and fake.mismatches == 0
 
 
 # ---- streams --------------------------------------------------------------------------------------------------------
 
 
-def on_two_streams(fake: Fake, seed: int, *, waits: bool) -> tuple[dict[str, str], int]:
-    """Backward runs on a stream that is not the one of step() and forward; blocks are of its memory."""
-    main, side = fake.current, fake.make_stream()
+Setting = Callable[[Fake, LateLink], None]
+
+
+def on_two_streams(fake: Fake, seed: int, setting: Setting, *, side: int | None = None) -> Outcome:
+    """Backward runs on a stream ``side`` that is not the one of step() and forward; blocks are of its memory."""
+    main = fake.current
     model = deep_model(torch.bfloat16)
     options: dict[str, Any] = {"speculation": "always", "threads": 2, "bucket_numel": 1024, "max_grad_norm": 0.5}
     with on_fake_device(fake) as links, AdamW(model.parameters(), **options) as optimizer:
-        if not waits:
-            fake.drop_waits(side, links[0].roles["up"])
+        setting(fake, links[0])
         fake.delays(seed, LATE)
-        for step in range(6):
+        for step in range(4):
             optimizer.zero_grad()
             loss = batch(model, step)
-            fake.current = side
+            fake.current = side or main
             loss.backward()
             fake.current = main
             optimizer.step()
             fake.synchronize(main)  # not the other one, on which others go on with the blocks
         assert blocks_of(optimizer) == 0
         digests = optimizer.state_digests()
-        fake.synchronize(side)
+        fake.synchronize(links[0].fake_device.allocates_on or side)
         mismatches = fake.mismatches
         fake.reset()
         return digests, mismatches
+
+
+def steps_on_host() -> dict[str, str]:
+    options = {"max_grad_norm": 0.5}
+    return run_model(partial(steps, seeds=range(4)), torch.bfloat16, options, lambda: None, deep_model)[0]
 
 
 def test_a_block_goes_behind_the_kernel_that_reads_it(fake: Fake) -> None:
-    expected, _ = run_on_host_deep(max_grad_norm=0.5)
-    assert all(on_two_streams(fake, seed, waits=True) == (expected, 0) for seed in range(3))
-    assert any(on_two_streams(fake, seed, waits=False) != (expected, 0) for seed in range(6))
+    expected, side = (steps_on_host(), 0), fake.make_stream()
 
+    def waits(fake: Fake, link: LateLink) -> None:
+        """As it is."""
 
-def with_memory_of_another_stream(fake: Fake, seed: int, *, told: bool) -> tuple[dict[str, str], int]:
-    """Gradients come in memory that was allocated for a stream that does not wait for ours, as communication does."""
-    model = deep_model(torch.bfloat16)
-    options: dict[str, Any] = {"speculation": "always", "threads": 2, "bucket_numel": 1024, "max_grad_norm": 0.5}
-    with on_fake_device(fake) as links, AdamW(model.parameters(), **options) as optimizer:
-        device = links[0].fake_device
-        device.allocates_on = fake.make_stream()
-        if not told:
-            device.release = lambda gradients, stream: None  # type: ignore[method-assign]  # a link that forgets to tell
-        fake.delays(seed, LATE)
-        for step in range(4):
-            optimizer.zero_grad()
-            batch(model, step).backward()
-            optimizer.step()
-            fake.synchronize()
-        assert blocks_of(optimizer) == 0
-        digests = optimizer.state_digests()
-        fake.synchronize(device.allocates_on)
-        mismatches = fake.mismatches
-        fake.reset()
-        return digests, mismatches
+    def drops_waits(fake: Fake, link: LateLink) -> None:
+        fake.drop_waits(side, link.roles["up"])
+
+    assert all(on_two_streams(fake, seed, waits, side=side) == expected for seed in range(2))
+    assert any(on_two_streams(fake, seed, drops_waits, side=side) != expected for seed in range(6))
 
 
 def test_gradients_in_memory_of_another_stream_go_behind_the_pack_kernel(fake: Fake) -> None:
-    steps_of_four = with_memory_of_another_stream(fake, 0, told=True)
-    assert steps_of_four[1] == 0
-    assert all(with_memory_of_another_stream(fake, seed, told=True) == steps_of_four for seed in range(1, 3))
-    assert any(with_memory_of_another_stream(fake, seed, told=False) != steps_of_four for seed in range(6))
+    """It was allocated for a stream that does not wait for ours, as communication does."""
+    expected = steps_on_host(), 0
 
+    def told(fake: Fake, link: LateLink) -> None:
+        link.fake_device.allocates_on = fake.make_stream()
 
-@pytest.mark.parametrize("mode", MODES)
-def test_one_parameter_in_many_buckets(fake: Fake, mode: str) -> None:
-    """Nothing is read that was overwritten, whichever of its buckets is delivered first."""
+    def forgotten(fake: Fake, link: LateLink) -> None:
+        told(fake, link)
+        link.fake_device.release = lambda gradients, stream: None  # type: ignore[method-assign]  # a link that forgets to tell
 
-    def trained(synchronize: Callable[[], None]) -> dict[str, str]:
-        torch.manual_seed(0)
-        model = nn.Linear(64, 64, bias=False).bfloat16()
-        model.register_forward_pre_hook(lambda *_: synchronize())
-        with AdamW(model.parameters(), bucket_numel=512, threads=2, speculation=mode) as optimizer:
-            for seed in range(4):
-                values = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
-                model(values).float().square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            synchronize()
-            return optimizer.state_digests()
-
-    with on_host():
-        expected = trained(lambda: None)
-    fake.delays(1, LATE)
-    with on_fake_device(fake):
-        assert trained(fake.synchronize) == expected
-    assert fake.mismatches == 0
-
-
-def run_on_host_deep(**options: Any) -> tuple[dict[str, str], dict[str, float | int]]:
-    return run_model(steps, torch.bfloat16, options, lambda: None, deep_model)
+    assert all(on_two_streams(fake, seed, told) == expected for seed in range(2))
+    assert any(on_two_streams(fake, seed, forgotten) != expected for seed in range(6))
 
 
 @pytest.mark.parametrize("waits", [True, False])

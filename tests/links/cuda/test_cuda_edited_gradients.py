@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -15,33 +17,38 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.optimizer.packed_gradient import PackedGradient
-from tests.support.adamw_training import batch, grads_of
+from tests.support.adamw_training import batch, grads_of, train
 from tests.support.fake_cuda import Fake
 from tests.support.freed_gradients import (
+    branches,
     check,
-    clipped,
     on_the_device,
     on_the_host,
     seen,
     steps,
     taken_back,
-    with_scaler,
 )
 
-# ---- clipped, scaled, edited by hand --------------------------------------------------------------------------------
+# ---- clipped, edited, scaled by hand --------------------------------------------------------------------------------
 
 
-CLIPS: dict[str, Callable[[Any], Any]] = {
-    "norm": clipped,
+def multiplied(model: nn.Module) -> None:
+    parameters: list[Any] = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad *= 2
+
+
+EDITS: dict[str, Callable[[Any], Any]] = {
     "norm, one by one": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False),
     "value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
     "total norm": lambda model: nn.utils.get_total_norm(grads_of(model)),
+    "*=": multiplied,
 }
 
 
-@pytest.mark.parametrize("clip", CLIPS)
-def test_clipping_by_hand(fake: Fake, clip: str) -> None:
-    check(fake, lambda model, optimizer: steps(model, optimizer, lambda: CLIPS[clip](model)))
+@pytest.mark.parametrize("how", EDITS)
+def test_clips_and_edits(fake: Fake, how: str) -> None:
+    check(fake, lambda model, optimizer: steps(model, optimizer, lambda: EDITS[how](model)))
 
 
 def test_a_clip_that_changes_nothing_undoes_nothing(fake: Fake) -> None:
@@ -55,41 +62,10 @@ def test_a_clip_that_changes_nothing_undoes_nothing(fake: Fake) -> None:
     assert not taken
 
 
-def edit(model: nn.Module, how: str) -> None:
-    parameters: list[Any] = list(model.parameters())
-    for parameter in parameters:
-        grad = parameter.grad
-        if how == "*=":
-            parameter.grad *= 2
-        elif how == "mul_":
-            grad.mul_(2)
-        elif how == "after a look":
-            with torch.inference_mode():
-                grad.norm()
-            grad.mul_(2)
-        elif how == "data":
-            grad.data.mul_(2)
-        elif how == "view":
-            grad.view(-1)[:].mul_(2)
-        elif how == "replaced":
-            parameter.grad = grad * 2
-        elif how == "copy_":
-            grad.copy_(grad.clone() * 2)
-        elif how == "numpy":
-            grad.numpy()[...] *= 2
-    if how == "foreach":
-        torch._foreach_mul_(grads_of(model), 2)
+@pytest.mark.parametrize("link", [{}, {"image": b""}], ids=["kernels", "copies"])
+def test_elements_that_are_swapped(fake: Fake, link: dict[str, Any]) -> None:
+    """The kernel's sums show it, so nothing is compared a second time. Without kernels the version shows it."""
 
-
-HOWS = ["*=", "mul_", "view", "replaced", "copy_", "foreach", "after a look"]
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_edits(fake: Fake, how: str) -> None:
-    check(fake, lambda model, optimizer: steps(model, optimizer, lambda: edit(model, how)))
-
-
-def swapped(link: dict[str, Any], fake: Fake) -> None:
     def made(dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(16, 256), nn.Linear(256, 4)).to(dtype)
@@ -102,66 +78,38 @@ def swapped(link: dict[str, Any], fake: Fake) -> None:
         return steps(model, optimizer, lambda: swap(model))
 
     expected = on_the_host(program, torch.float32, made)
-    with taken_back() as taken:
+    assert expected != on_the_host(steps, torch.float32, made)
+    read_again = mock.patch("superoffload.engine.inbox.same_bits", side_effect=AssertionError("read again"))
+    with taken_back() as taken, nullcontext() if link else read_again:
         found, *_ = on_the_device(fake, program, torch.float32, made, link, bucket_numel=8192)
-    assert found == expected != on_the_host(steps, torch.float32, made)
+    assert found == expected
     assert len(taken) == 3, "one in each of three steps"
 
 
-def test_elements_that_are_swapped(fake: Fake) -> None:
-    """Their sums show it, so nothing is compared a second time."""
-    copied_down = mock.patch("superoffload.engine.inbox.same_bits", side_effect=AssertionError("read again"))
-    with copied_down:
-        swapped({}, fake)
+def by_data(model: nn.Module) -> None:
+    for grad in grads_of(model):
+        grad.data.mul_(2)
 
 
-def test_elements_that_are_swapped_without_kernels(fake: Fake) -> None:
-    """Of which sums that torch takes show nothing: the version does."""
-    swapped({"image": b""}, fake)
+def by_numpy(model: nn.Module) -> None:
+    for grad in grads_of(model):
+        grad.numpy()[...] *= 2
 
 
-@pytest.mark.parametrize("how", ["data", "numpy"])
-def test_edits_that_leave_no_trace(fake: Fake, how: str) -> None:
+@pytest.mark.parametrize("edit", [by_data, by_numpy])
+def test_edits_that_leave_no_trace(fake: Fake, edit: Callable[[nn.Module], None]) -> None:
     """On the host they are not noticed; a gradient that was brought back is compared."""
-    expected = on_the_host(lambda model, optimizer: steps(model, optimizer, lambda: edit(model, "*=")), torch.float32)
+    expected = on_the_host(lambda model, optimizer: steps(model, optimizer, lambda: multiplied(model)), torch.float32)
     found, *_ = on_the_device(
-        fake, lambda model, optimizer: steps(model, optimizer, lambda: edit(model, how)), torch.float32
+        fake, lambda model, optimizer: steps(model, optimizer, lambda: edit(model)), torch.float32
     )
     assert found == expected
-
-
-def test_gradients_that_are_taken_away_or_replaced(fake: Fake) -> None:
-    def replaced(model: nn.Module, optimizer: AdamW) -> None:
-        parameters = list(model.parameters())
-        for seed in range(3):
-            optimizer.zero_grad()
-            batch(model, seed).backward()
-            parameters[0].grad = None
-            parameters[1].grad = torch.ones_like(parameters[1])
-            optimizer.step()
-
-    check(fake, replaced, told=False)
-
-
-# ---- GradScaler -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("by_hand", ["", "unscale_", "unscale_ and clip"])
-def test_scaler(fake: Fake, by_hand: str) -> None:
-    def losses_of(model: nn.Module, seed: int) -> Iterator[Tensor]:
-        for micro in range(1 + (seed == 4)):
-            yield batch(model, 10 * seed + micro, scale=float("inf") if seed == 2 else 1.0)
-
-    def scaled(model: nn.Module, optimizer: AdamW) -> list[float]:
-        return with_scaler(model, optimizer, (losses_of(model, seed) for seed in range(6)), by_hand)
-
-    check(fake, scaled, torch.float32)
 
 
 # ---- looked at ------------------------------------------------------------------------------------------------------
 
 
-def _saved(grad: Tensor) -> Tensor:
+def saved(grad: Tensor) -> Tensor:
     file = io.BytesIO()
     torch.save(grad, file)
     file.seek(0)
@@ -169,7 +117,7 @@ def _saved(grad: Tensor) -> Tensor:
     return loaded
 
 
-def _with_inference(grad: Tensor) -> Tensor:
+def in_inference(grad: Tensor) -> Tensor:
     with torch.inference_mode():
         norm: Tensor = grad.norm()
         return norm.clone()
@@ -185,7 +133,7 @@ LOOKS: dict[str, Callable[[Tensor], Any]] = {
     "deepcopy": copy.deepcopy,
     "copy": copy.copy,
     "pickle": lambda grad: pickle.loads(pickle.dumps(grad)),
-    "save": _saved,
+    "save": saved,
     "storage": lambda grad: grad.untyped_storage().nbytes(),
     "address": lambda grad: grad.data_ptr() == grad.data_ptr() != 0,
     "dlpack": lambda grad: torch.utils.dlpack.from_dlpack(grad).clone(),
@@ -196,25 +144,31 @@ LOOKS: dict[str, Callable[[Tensor], Any]] = {
     "like": lambda grad: torch.zeros_like(grad),
     "to": lambda grad: grad.to(torch.float64),
     "cpu": lambda grad: grad.cpu().clone(),
-    "inference": _with_inference,
+    "inference": in_inference,
     "list of": lambda grad: torch.stack([grad, grad]),
     "iterate": lambda grad: [row.sum() for row in grad],
     "contiguous": lambda grad: grad.contiguous().clone(),
 }
 
 
-@pytest.mark.parametrize("look", LOOKS)
-def test_reading_before_and_after_step(fake: Fake, look: str) -> None:
+def test_reading_before_and_after_step(fake: Fake) -> None:
+    """Every look is the first at some gradient, once before ``step()`` and once behind it."""
+    names = list(LOOKS)
+
+    def looks(model: nn.Module, begin: int) -> list[Any]:
+        grads = grads_of(model)
+        turn = [names[(begin + number) % len(names)] for number in range(len(grads))]
+        return [(name, seen(LOOKS[name](grad))) for name, grad in zip(turn, grads, strict=True)]
+
     def read(model: nn.Module, optimizer: AdamW) -> Any:
-        found = []
-        for seed in range(3):
+        found, count = [], len(list(model.parameters()))
+        for seed in range(2 * len(names) // count):
             optimizer.zero_grad()
             batch(model, seed).backward()
-            if seed:
-                found.append(seen([LOOKS[look](grad) for grad in grads_of(model)]))
+            if seed % 2:
+                found += looks(model, count * (seed // 2))
             optimizer.step()
-            if seed != 1:
-                found.append(seen([LOOKS[look](grad) for grad in grads_of(model)]))
+            found += looks(model, count * (seed // 2))
         optimizer.zero_grad()
         optimizer.step()
         return found
@@ -236,6 +190,7 @@ def test_what_needs_no_elements(fake: Fake) -> None:
                 found.append([grad.shape, grad.dtype, grad.device, grad.stride(), grad.numel(), grad.is_sparse])
                 found.append([grad.requires_grad, grad.grad_fn, grad.size(0), grad.dim(), grad.is_contiguous()])
                 found.append([grad.layout, grad.element_size(), len(grad), grad.nbytes, grad.is_floating_point()])
+                assert not isinstance(grad, PackedGradient) or "packed and freed" in repr(grad)
                 grad.requires_grad_(False)
             optimizer.step()
         return found
@@ -245,14 +200,90 @@ def test_what_needs_no_elements(fake: Fake) -> None:
     assert freed == 6
 
 
-def test_its_words(fake: Fake) -> None:
-    def words(model: nn.Module, optimizer: AdamW) -> None:
-        batch(model, 0).backward()
-        parameter = next(model.parameters())
-        assert isinstance(parameter.grad, PackedGradient)
-        assert "packed and freed" in repr(parameter.grad)
-        assert "tensor([[" in f"{parameter.grad}"
-        assert "tensor([[" in repr(parameter.grad)
+# ---- added to, set to zero ------------------------------------------------------------------------------------------
+
+
+def windows(model: nn.Module, optimizer: AdamW) -> None:
+    for window in range(3):
+        optimizer.zero_grad()
+        for micro in range(3):
+            batch(model, 10 * window + micro).backward()
         optimizer.step()
 
-    on_the_device(fake, words, torch.float32)
+
+def test_only_the_first_window_is_a_surprise(fake: Fake) -> None:
+    """Then it is known how many gradients make a step, and none is packed before the last."""
+
+    def learned(model: nn.Module, optimizer: AdamW) -> None:
+        windows(model, optimizer)
+        with taken_back() as taken:
+            windows(model, optimizer)
+        assert not taken
+
+    check(fake, learned)
+
+
+def test_a_window_that_is_told_brings_nothing_back(fake: Fake) -> None:
+    def told(model: nn.Module, optimizer: AdamW) -> None:
+        for window in range(3):
+            optimizer.zero_grad()
+            with optimizer.accumulate():
+                batch(model, 10 * window).backward()
+            batch(model, 10 * window + 1).backward()
+            optimizer.step()
+
+    with taken_back() as taken:
+        check(fake, told, told=False)
+    assert not taken
+
+
+def test_what_was_added_or_set_to_zero_takes_no_memory(fake: Fake) -> None:
+    def two(model: nn.Module, optimizer: AdamW) -> None:
+        batch(model, 0).backward()
+        batch(model, 1).backward()
+
+    def zeroed(model: nn.Module, optimizer: AdamW) -> None:
+        train(model, optimizer, range(2))
+        optimizer.zero_grad(set_to_none=False)
+
+    for program in (two, zeroed):
+        *_, freed = on_the_device(fake, program, torch.bfloat16)
+        assert freed == 6
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_buckets_that_are_laid_out_anew(fake: Fake, cleared: bool) -> None:
+    """What is still shown of the step before is copied before that."""
+
+    def kept(model: nn.Module, optimizer: AdamW) -> list[Any]:
+        found = []
+        for seed in range(4):
+            if cleared:
+                optimizer.zero_grad()
+            batch(model, seed).backward()
+            before = optimizer._engine.buckets
+            optimizer.step()
+            found.append([grad.clone() for grad in grads_of(model)])
+            if seed == 0 and cleared:
+                optimizer.zero_grad()
+                assert optimizer._engine.buckets is not before
+            elif seed == 1:
+                next(model.parameters()).grad = None
+        return found
+
+    check(fake, kept, make=branches)
+
+
+def test_backwards_in_threads(fake: Fake) -> None:
+    def in_threads(model: nn.Module, optimizer: AdamW) -> None:
+        for seed in range(3):
+            optimizer.zero_grad()
+            for loss in [batch(model, 10 * seed + i) for i in range(2)]:
+                thread = threading.Thread(target=loss.backward)
+                thread.start()
+                for grad in grads_of(model):
+                    grad.shape  # noqa: B018 - while the other thread packs, frees and adds
+                thread.join()
+            optimizer.step()
+
+    check(fake, in_threads)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 import torch
@@ -13,13 +12,11 @@ from superoffload import AdamW
 from superoffload.errors import ArgumentError, DeviceError, StateError, WorkerError
 from superoffload.host.environment import DEVICE_TIMEOUT, device_timeout
 from superoffload.links.cuda.link import CudaLink, CudaOptions
-from superoffload.links.cuda.start import LIBRARY_VARIABLE
 from tests.support.adamw_training import batch, python, train
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device
 from tests.support.fake_cuda_training import host_digests, state_of, training
 
 OUT_OF_MEMORY, LAUNCH_FAILED = 2, 719
-BOUND = 30  # seconds; on an idle machine all of these end within 5
 
 
 # ---- errors of the device -------------------------------------------------------------------------------------------
@@ -33,27 +30,14 @@ def test_out_of_memory_while_packing(fake: Fake, call: str) -> None:
         fake.fail(call, OUT_OF_MEMORY)
         with pytest.raises(DeviceError, match=r"packing .*CUDA_ERROR_OUT_OF_MEMORY.*smaller batch"):
             batch(model, 2).backward()
+        with pytest.raises(StateError, match="gradients are missing"):
+            optimizer.step()
         optimizer.zero_grad()
         fake.synchronize()
         assert optimizer.state_digests() == expected
         train(model, optimizer, range(2, 4))  # and it goes on
         fake.synchronize()
         assert optimizer.state_digests() == host_digests(range(4))
-
-
-def test_a_step_after_a_failed_packing_is_refused_until_backward_ran_again(fake: Fake) -> None:
-    with training(fake, bucket_numel=100_000) as (model, optimizer):
-        optimizer.zero_grad()
-        fake.fail("cuLaunchKernel", OUT_OF_MEMORY)
-        with pytest.raises(DeviceError):
-            batch(model, 2).backward()
-        fake.synchronize()
-        for _ in range(2):
-            with pytest.raises(StateError, match="gradients are missing"):
-                optimizer.step()
-        train(model, optimizer, [2])
-        fake.synchronize()
-        assert optimizer.state_digests() == host_digests(range(3))
 
 
 class Plain(LateLink):
@@ -102,10 +86,8 @@ def test_a_device_that_fails_during_backward(fake: Fake) -> None:
         fake.sleep(500_000)
         loss.backward()
         fake.breaks(LAUNCH_FAILED)
-        began = time.monotonic()
         with pytest.raises(WorkerError, match=r"CUDA_ERROR_LAUNCH_FAILED.*save state_dict"):
             optimizer.step()
-        assert time.monotonic() - began < BOUND
         assert state_of(optimizer.state_digests()) == state_of(expected)
         states = optimizer.state_dict()["state"]
         assert all(int(state["step"]) == 2 for state in states.values())
@@ -125,23 +107,7 @@ def test_a_delivery_that_fails_is_an_error_with_the_step_done(fake: Fake) -> Non
             batch(model, 3).backward()
 
 
-def test_a_worker_that_throws(fake: Fake) -> None:
-    with training(fake) as (model, optimizer):
-        optimizer.zero_grad()
-        optimizer._engine.pool.inject_fault(0, "as told")
-        batch(model, 2).backward()
-        with pytest.raises(WorkerError, match="as told"):
-            optimizer.step()
-        fake.synchronize()
-        assert optimizer.state_digests() == host_digests(range(2))
-        train(model, optimizer, range(2, 3))
-        fake.synchronize()
-        assert optimizer.state_digests() == host_digests(range(3))
-
-
 def test_no_driver() -> None:
-    from superoffload.links.cuda.link import CudaLink
-
     class Nothing:
         ordinal = 0
 
@@ -157,14 +123,6 @@ def test_a_bad_timeout_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_timeout() == 12.5
     monkeypatch.setenv(DEVICE_TIMEOUT, "")
     assert device_timeout() == CudaOptions.timeout_seconds
-
-
-def test_the_link_is_one_of_the_fake_device(fake: Fake) -> None:
-    """Nothing above would show anything if it ran on the host link."""
-    assert os.environ.get(LIBRARY_VARIABLE) is None
-    with training(fake) as (_, optimizer):
-        assert isinstance(optimizer._engine.link, LateLink)
-        assert fake.calls("cuLaunchKernel") > 0 and fake.calls("cuStreamWriteValue32_v2") > 0
 
 
 # ---- the program ends, forks, is interrupted ------------------------------------------------------------------------
@@ -185,9 +143,7 @@ def test_interrupted_in_backward(fake: Fake) -> None:
         with pytest.raises(KeyboardInterrupt):
             loss.backward()
         handle.remove()
-        began = time.monotonic()
         optimizer.close()
-        assert time.monotonic() - began < BOUND
         fake.synchronize()
         assert optimizer.state_digests() == expected
 

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
+from superoffload.errors import DeviceError, StateError
+from superoffload.optimizer.packed_gradient import PackedGradient
 from tests.support.adamw_training import batch, grads_of, model_of
-from tests.support.fake_cuda import Fake
+from tests.support.fake_cuda import Fake, on_fake_device
 from tests.support.fp32_gradients import add_to_main_grad, needs_grad_dtype
 from tests.support.freed_gradients import (
     NEEDED_AGAIN,
+    OPTIONS,
     Program,
     branches,
-    clipped,
-    images,
     on_the_device,
     on_the_host,
     seen,
-    with_scaler,
 )
 from tests.support.host_sums import BF16, FP32, bytes_in_use, free_bytes, uneven
 from tests.support.link_runs import LATE
@@ -48,107 +47,38 @@ def in_windows(model: nn.Module, optimizer: AdamW) -> None:
         optimizer.step()
 
 
-def given_up(model: nn.Module, optimizer: AdamW) -> None:
-    for number in range(4):
-        optimizer.zero_grad(set_to_none=number != 2)
-        loop(optimizer, losses_of(model, number, 3))
-        if number % 2:
-            optimizer.step()
-
-
-def not_a_number(model: nn.Module, optimizer: AdamW) -> list[Any]:
-    for number in range(3):
-        optimizer.zero_grad()
-        for micro, loss in enumerate(losses_of(model, number, 3)):
-            (loss * (torch.nan if (number, micro) == (1, 1) else 1.0)).backward()
-        optimizer.step()
-    return [optimizer.stats()["skipped_steps"]]
-
-
 def partly(model: Any, optimizer: AdamW) -> None:
-    """Some gradients come in some passes only."""
+    """Some gradients come in some passes only, and one is not finite."""
     for number in range(4):
         optimizer.zero_grad()
         for micro in range(4):
             model[0].requires_grad_((number + micro) % 3 != 0)
             model[-1].bias.requires_grad_(micro != 2)
-            batch(model, 10 * number + micro).backward()
+            loss = batch(model, 10 * number + micro)
+            (loss * (torch.nan if (number, micro) == (1, 1) else 1.0)).backward()
         optimizer.step()
 
 
-def read_and_edited(model: nn.Module, optimizer: AdamW) -> list[Any]:
-    found = []
-    for number in range(4):
-        optimizer.zero_grad()
-        for micro, loss in enumerate(losses_of(model, number, 3)):
-            loss.backward()
-            if micro == number:
-                found.append(seen(clipped(model)))
-            if micro == 1:
-                found.append(seen(grads_of(model)[number]))
-        optimizer.step()
-    return found
+@pytest.mark.parametrize("program", [uneven, accelerated, partly])
+def test_the_bits_are_those_of_the_host_and_of_a_device_with_room(fake: Fake, program: Program) -> None:
+    """test_cuda_random.py has more programs."""
+    expected = on_the_host(program, BF16, **FP32)
+    fake.delays(2, LATE)
+    for room in (0, 1 << 30):
+        with free_bytes(room) as added:
+            assert on_the_device(fake, program, BF16, placement={"gpu_fraction": 0.5}, **FP32)[0] == expected
+        assert bool(added) is (room == 0)
+    assert fake.mismatches == 0
 
 
-def twice(model: nn.Module, optimizer: AdamW) -> None:
-    for seed in range(3):
-        optimizer.zero_grad()
-        loss = batch(model, seed)
-        loss.backward(retain_graph=True)
-        loss.backward(retain_graph=True)
-        (0.3 * loss).backward()
-        optimizer.step()
-
-
-def scaled(model: nn.Module, optimizer: AdamW, by_hand: str = "") -> list[float]:
-    return with_scaler(model, optimizer, (losses_of(model, number, 3) for number in range(4)), by_hand)
-
-
-def unscaled(model: nn.Module, optimizer: AdamW) -> list[float]:
-    return scaled(model, optimizer, "unscale_ and clip")
-
-
-def never_cleared(model: nn.Module, optimizer: AdamW) -> None:
-    """Each step goes on from the gradients of the one before."""
-    for number in range(3):
-        loop(optimizer, losses_of(model, number, 2))
-        optimizer.step()
-
-
-LOOPS: list[Program] = [
-    *(uneven, in_windows, accelerated, given_up, not_a_number, partly),
-    *(read_and_edited, twice, scaled, unscaled, never_cleared),
-]
-
-
-@pytest.mark.parametrize("program", LOOPS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_bits_are_those_of_the_host_and_of_a_device_with_room(
-    fake: Fake, program: Program, dtype: torch.dtype
+@pytest.mark.parametrize(("make", "link"), [(large, {"image": b""}), (branches, {})])
+def test_parameters_in_several_buckets_are_not_brought_back(
+    fake: Fake, make: Callable[[torch.dtype], nn.Module], link: dict[str, Any]
 ) -> None:
-    expected = on_the_host(program, dtype, **FP32)
-    ways: list[dict[str, Any]] = [{}, {"speculation": "adaptive"}, {"placement": {"gpu_fraction": 0.5}}]
-    for seed, options in enumerate(ways):
-        fake.delays(seed, LATE)
-        with free_bytes(0) as added:
-            assert on_the_device(fake, program, dtype, **FP32, **options)[0] == expected, options
-        assert added
-    with free_bytes(1 << 30) as added:
-        assert on_the_device(fake, program, dtype, **FP32)[0] == expected
-    assert not added and fake.mismatches == 0
-
-
-@pytest.mark.parametrize("make", [large, branches, images])
-@pytest.mark.parametrize("bucket_numel", [1024, 1 << 20])
-@pytest.mark.parametrize("link", [{}, {"image": b""}], ids=["kernels", "copies"])
-def test_parameters_in_several_buckets_and_in_other_orders_of_memory(
-    fake: Fake, make: Callable[[torch.dtype], nn.Module], bucket_numel: int, link: dict[str, Any]
-) -> None:
-    options: dict[str, Any] = {"bucket_numel": bucket_numel, **FP32}
-    expected = on_the_host(uneven, BF16, make, **options)
+    expected = on_the_host(uneven, BF16, make, **FP32)
     fake.delays(5, LATE)
     with free_bytes(0) as added:
-        found, messages, _ = on_the_device(fake, uneven, BF16, make, link, **options)
+        found, messages, _ = on_the_device(fake, uneven, BF16, make, link, **FP32)
     assert found == expected and added
     assert not any(NEEDED_AGAIN in message for message in messages), "nothing was brought back to be added to"
 
@@ -200,87 +130,7 @@ def test_what_is_known_not_to_be_the_last_pass_is_not_stepped(fake: Fake) -> Non
     assert added and all(count >= 5 for count in counts)
 
 
-def test_each_bucket_is_stepped_once_in_a_pass_that_may_be_the_last(fake: Fake) -> None:
-    """Also after passes that were not the last one: whose gradients were read, or whose step was given up."""
-
-    def speculated(optimizer: AdamW) -> float:
-        count = optimizer.stats()["buckets_speculated"]
-        optimizer.step()
-        return count
-
-    def plain(model: nn.Module, optimizer: AdamW) -> None:
-        loop(optimizer, losses_of(model, 0, 3))
-        assert 1 < speculated(optimizer) <= 3, "all are in one bucket"
-
-    def read(model: nn.Module, optimizer: AdamW) -> None:
-        with optimizer.accumulate():
-            batch(model, 0).backward()
-        assert [grad.norm() for grad in grads_of(model)]
-        batch(model, 1).backward()
-        assert speculated(optimizer) == 1
-
-    def left(model: nn.Module, optimizer: AdamW) -> None:
-        with optimizer.accumulate():
-            batch(model, 0).backward()
-        optimizer.zero_grad()
-        batch(model, 1).backward()
-        assert speculated(optimizer) == 1
-
-    for program in (plain, read, left):
-        with free_bytes(0):
-            on_the_device(fake, program, BF16, bucket_numel=1 << 20, **FP32)
-
-
-def test_the_early_stop_knows_the_sum_and_not_its_parts(fake: Fake) -> None:
-    def opposite(model: nn.Module, optimizer: AdamW) -> None:
-        optimizer.max_grad_norm = 1.0
-        for number in range(3):
-            optimizer.zero_grad()
-            before = optimizer.stats()["buckets_speculated"]
-            with optimizer.accumulate():
-                (1000 * batch(model, number)).backward()
-            (-1000 * batch(model, number)).backward()
-            assert optimizer.stats()["buckets_speculated"] > before
-            optimizer.step()
-
-    def partial_sum(model: nn.Module, optimizer: AdamW) -> None:
-        loop(optimizer, losses_of(model, 0, 3))
-        engine = optimizer._engine
-        for bucket in engine.buckets:
-            assert bucket.arrival is not None
-            bucket.arrival.wait()
-        assert engine.speculator.norm.look() == pytest.approx(sum(shard.sum_of_squares() for shard in engine.shards))
-        optimizer.step()
-        assert engine.speculator.norm.squares == 0.0
-
-    with free_bytes(0) as added:
-        on_the_device(fake, opposite, BF16, **FP32)
-        on_the_device(fake, partial_sum, BF16, large, **FP32)
-    assert added
-
-
-def test_the_policy_is_told_of_whole_sums_only(fake: Fake) -> None:
-    """From the first of them to all, in the last of three passes."""
-
-    def shares(model: nn.Module, optimizer: AdamW) -> list[float]:
-        policy = optimizer._engine.schedule
-        for number in range(3):
-            optimizer.zero_grad()
-            with mock.patch.object(policy, "should_speculate", side_effect=policy.should_speculate) as asked:
-                told(optimizer, losses_of(model, number, 3))
-            optimizer.step()
-        found = [call.args[0] for call in asked.call_args_list]
-        assert found[0] < 0.5 and found[-1] == 1.0
-        assert found == sorted(found)
-        return found
-
-    with free_bytes(0) as added:
-        on_the_device(fake, shares, BF16, bucket_numel=256, **FP32)
-    assert added
-
-
-@pytest.mark.parametrize("window", [loop, told])
-def test_only_gradients_that_wait_for_their_bucket_take_memory(fake: Fake, window: Any) -> None:
+def test_only_gradients_that_wait_for_their_bucket_take_memory(fake: Fake) -> None:
     def layers(dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(16, 32), *(nn.Linear(32, 32) for _ in range(20)), nn.Linear(32, 4)).to(dtype)
@@ -296,7 +146,7 @@ def test_only_gradients_that_wait_for_their_bucket_take_memory(fake: Fake, windo
             param.register_post_accumulate_grad_hook(count)  # behind ours
         for number in range(3):
             optimizer.zero_grad()
-            window(optimizer, losses_of(model, number, 4))
+            (told if number else loop)(optimizer, losses_of(model, number, 4))
             count(torch.empty(0))
             optimizer.step()
 
@@ -305,20 +155,9 @@ def test_only_gradients_that_wait_for_their_bucket_take_memory(fake: Fake, windo
     assert added and 0 < peak <= 2 * 4 * 2048 < 4 * sum(p.numel() for p in layers(BF16).parameters()) / 4
 
 
-def test_each_pass_is_counted_on_the_link(fake: Fake) -> None:
-    def passes(model: nn.Module, optimizer: AdamW) -> list[Any]:
-        told(optimizer, losses_of(model, 0, 3))
-        optimizer.step()
-        return [optimizer.stats()["bytes_down"]]
-
-    with free_bytes(0):
-        found, *_ = on_the_device(fake, passes, BF16, **FP32)
-    assert found[0] == [3 * 4 * sum(param.numel() for param in model_of(BF16).parameters())]
-
-
-@pytest.mark.parametrize("kept_by", ["keep_grads", "main_grad"])
-def test_gradients_that_stay_add_up_where_they_are(fake: Fake, kept_by: str) -> None:
-    """Nothing would be won by packing each pass."""
+@pytest.mark.parametrize("kept_by", ["", "keep_grads", "main_grad"])
+def test_each_pass_is_counted_on_the_link(fake: Fake, kept_by: str) -> None:
+    """Gradients that stay add up where they are: nothing would be won by packing each pass."""
 
     def passes(model: nn.Module, optimizer: AdamW) -> list[Any]:
         if kept_by == "main_grad":
@@ -332,5 +171,89 @@ def test_gradients_that_stay_add_up_where_they_are(fake: Fake, kept_by: str) -> 
     options: dict[str, Any] = {"keep_grads": True} if kept_by == "keep_grads" else {}
     with free_bytes(0) as added:
         found, *_ = on_the_device(fake, passes, BF16, **FP32, **options)
-    assert found[0] == [4 * sum(param.numel() for param in model_of(BF16).parameters())]
-    assert not added
+    times = 1 if kept_by else 3
+    assert found[0] == [times * 4 * sum(param.numel() for param in model_of(BF16).parameters())]
+    assert bool(added) is not bool(kept_by)
+
+
+# ---- what waits to be added ----------------------------------------------------------------------------------------
+
+
+def _read(param: Any) -> Any:
+    return seen(param.grad)
+
+
+def _multiply(param: Any) -> None:
+    param.grad.mul_(0.5)
+
+
+def _replace(param: Any) -> None:
+    param.grad = param.grad + 1
+
+
+@pytest.mark.parametrize("hook", [_read, _multiply, _replace])
+def test_hooks_before_ours_find_the_sum(fake: Fake, hook: Callable[[Any], Any]) -> None:
+    found: list[Any] = []
+
+    def hooked(dtype: torch.dtype) -> nn.Module:
+        found.clear()
+        model = model_of(dtype)
+        for param in model.parameters():  # before the optimizer has its own
+            param.register_post_accumulate_grad_hook(lambda param: found.append(hook(param)))
+        return model
+
+    expected = on_the_host(uneven, BF16, hooked, **FP32), list(found)
+    fake.delays(2, LATE)
+    with free_bytes(0):
+        assert (on_the_device(fake, uneven, BF16, hooked, **FP32)[0], found) == expected
+
+
+@pytest.mark.parametrize("then", ["another pass", "read", "zeroed"])
+def test_what_is_added_by_others_counts_as_well(fake: Fake, then: str) -> None:
+    """In C++, as autograd does it, but without a hook behind it."""
+
+    def added(model: nn.Module, optimizer: AdamW) -> list[Any]:
+        batch(model, 0).backward()
+        param = next(model.parameters())
+        assert param.grad is not None
+        for value in (1.0, 0.1):
+            torch.ops.aten.add_.Tensor(param.grad, torch.full_like(param, value, dtype=torch.float32))
+            if value == 1.0 and isinstance(param.grad, PackedGradient):
+                assert param.grad.in_memory is None, "it waits"
+            if then != "another pass":
+                break
+        if then == "read":
+            return [param.grad.norm()]
+        if then == "another pass":
+            batch(model, 1).backward()
+        if then == "zeroed":
+            param.grad.zero_()
+        optimizer.step()
+        return [optimizer.grad_norm]
+
+    expected = on_the_host(added, BF16, **FP32)
+    with free_bytes(0):
+        assert on_the_device(fake, added, BF16, **FP32)[0] == expected
+
+
+def test_an_error_leaves_what_was_to_be_added_in_the_gradient(fake: Fake) -> None:
+    """``step()`` refuses, since other gradients are missing; what is there is right."""
+    model = model_of(BF16)
+    with free_bytes(0), on_fake_device(fake) as links, AdamW(model.parameters(), **{**OPTIONS, **FP32}) as optimizer:
+        before = optimizer.state_digests()
+        batch(model, 0).backward()
+        first = [grad.clone() for grad in grads_of(model)]
+        optimizer.zero_grad()
+        batch(model, 0).backward()
+        links[0].fake_device.capturing = True
+        with pytest.raises(DeviceError, match="CUDA graph"):
+            batch(model, 0).backward()
+        links[0].fake_device.capturing = False
+        with pytest.raises(StateError, match="was ended at"):
+            optimizer.step()
+        waiting = [number for number, grad in enumerate(grads_of(model)) if bytes_in_use(grad)]
+        assert len(waiting) == 1, "the one whose hook has failed"
+        grad = grads_of(model)[waiting[0]]
+        assert torch.equal(grad.clone(), first[waiting[0]] + first[waiting[0]])
+        optimizer.zero_grad()
+        assert optimizer.state_digests() == before

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,32 +12,32 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.engine.speculation_schedule import MODES
-from tests.support.adamw_training import DTYPES, batch, model_of
+from tests.support.adamw_training import batch, model_of
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device
-from tests.support.link_runs import LATE, deep_model, run_model, run_on_fake, run_on_host, steps, wide_model
+from tests.support.link_runs import LATE, deep_model, run_model, run_on_fake, run_on_host, steps
 
 # ---- the same bits --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_bits_of_the_host_link(fake: Fake, dtype: torch.dtype, mode: str, clip: float | None) -> None:
-    options: dict[str, Any] = {"speculation": mode, "max_grad_norm": clip}
-    expected, _ = run_on_host(steps, dtype, **options)
+@pytest.mark.parametrize(
+    ("dtype", "mode", "options"),
+    [
+        (torch.float32, "always", {"max_grad_norm": 0.5}),
+        (torch.bfloat16, "never", {"max_grad_norm": 0.5}),
+        (torch.float16, "always", {"link": {"image": b""}}),
+    ],
+    ids=str,
+)
+def test_bits_of_the_host_link(fake: Fake, dtype: torch.dtype, mode: str, options: dict[str, Any]) -> None:
+    """Without an image there are no kernels, and the CPU sums the squares. What travels is in the model's dtype."""
+    expected, _ = run_on_host(steps, dtype, speculation=mode, max_grad_norm=options.get("max_grad_norm"))
     fake.delays(1, LATE)
-    digests, stats = run_on_fake(fake, steps, dtype, **options)
+    digests, stats = run_on_fake(fake, steps, dtype, speculation=mode, **options)
     assert digests == expected
-    assert stats["bytes_down"] > 0 and stats["bytes_up"] > 0
-    assert fake.mismatches == 0, "a parameter was overwritten before its readers were done"
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_travels_is_in_the_models_dtype(fake: Fake, dtype: torch.dtype) -> None:
-    _, stats = run_on_fake(fake, steps, dtype)
     parameters = sum(param.numel() for param in model_of(dtype).parameters())
-    assert stats["bytes_down"] == stats["bytes_up"] == 6 * dtype.itemsize * parameters
+    assert stats["bytes_down"] == 6 * dtype.itemsize * parameters <= stats["bytes_up"]
+    assert (fake.calls("cuLaunchKernel") == 0) == ("link" in options)
+    assert fake.mismatches == 0, "a parameter was overwritten before its readers were done"
 
 
 def test_parameters_of_one_bucket_travel_together(fake: Fake) -> None:
@@ -74,14 +74,15 @@ def test_lists_travel_with_the_launch_unless_they_are_long(
         return Scales(count).to(dtype)
 
     options: dict[str, Any] = {"bucket_numel": 100_000, "threads": 1}
-    expected, _ = run_model(steps, torch.float32, options, lambda: None, make_model)
+    three = partial(steps, seeds=range(3))
+    expected, _ = run_model(three, torch.float32, options, lambda: None, make_model)
     fake.delays(3, LATE)
     with on_fake_device(fake):
         options["placement"] = {"gpu_fraction": gpu_fraction}
-        assert run_model(steps, torch.float32, options, fake.synchronize, make_model)[0] == expected
+        assert run_model(three, torch.float32, options, fake.synchronize, make_model)[0] == expected
     sums, compared = fake.calls("sum_bits"), fake.calls("compare_bits")
     noticing = bool(compared) + (sums + compared if count > 125 else 0)  # marks, once, and lists
-    assert fake.calls("cuMemcpyHtoDAsync_v2") == 6 * copied + noticing
+    assert fake.calls("cuMemcpyHtoDAsync_v2") == 3 * copied + noticing
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -101,48 +102,6 @@ def test_only_what_has_a_gradient_is_delivered(fake: Fake, which: int) -> None:
     fake.delays(10, LATE)
     digests, _ = run_on_fake(fake, some, torch.bfloat16, **options)
     assert digests == expected and fake.mismatches == 0
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_without_kernels_the_cpu_sums_the_squares(fake: Fake, dtype: torch.dtype) -> None:
-    expected, _ = run_on_host(steps, dtype, max_grad_norm=0.5)
-    fake.delays(3, LATE)
-    digests, _ = run_on_fake(fake, steps, dtype, link={"image": b""}, max_grad_norm=0.5)
-    assert digests == expected
-    assert fake.calls("cuLaunchKernel") == 0
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_any_delays(fake: Fake, seed: int) -> None:
-    """Random delays, sizes of buckets, clips, NaNs and abandoned steps; the seed says which."""
-    chance = random.Random(seed)
-    dtype = chance.choice(DTYPES)
-    poisoned, abandoned = chance.sample(range(8), 2)
-
-    def train(model: nn.Module, optimizer: AdamW) -> None:
-        for step in range(8):
-            optimizer.zero_grad()
-            loss = batch(model, step, scale=chance_of[step])
-            (loss * torch.nan if step == poisoned else loss).backward()
-            if step == 3:
-                optimizer.synchronize()
-            if step != abandoned:
-                optimizer.step()
-
-    chance_of = [chance.choice([0.1, 1.0, 4.0]) for _ in range(8)]
-    options: dict[str, Any] = {
-        "max_grad_norm": chance.choice([None, 0.3, 1.0]),
-        "bucket_numel": chance.choice([1024, 2048, 100_000]),
-        "threads": chance.choice([1, 3]),
-        "keep_grads": chance.choice([None, True]),
-        "speculation": chance.choice(MODES),
-    }
-    expected, on_host = run_on_host(train, dtype, **{**options, "keep_grads": None})
-    fake.delays(seed, chance.choice([300, 3000]))
-    digests, stats = run_on_fake(fake, train, dtype, **options)
-    assert digests == expected
-    assert stats["skipped_steps"] == on_host["skipped_steps"] == 1
-    assert fake.mismatches == 0
 
 
 def test_arrivals_are_seen_by_events_where_flags_are_not_supported(fake: Fake) -> None:
@@ -166,11 +125,9 @@ def test_the_early_stop_sees_gradients_that_arrive_late(fake: Fake) -> None:
         batch(model, 1, scale=50.0).backward()
         optimizer.step()
 
-    _, stats = run_on_fake(fake, train, max_grad_norm=1e-3)
+    digests, stats = run_on_fake(fake, train, max_grad_norm=1e-3)
     assert stats["buckets_stepped"] + stats["buckets_two_phase"] > 0
-    expected, _ = run_on_host(lambda model, optimizer: train(model, optimizer), max_grad_norm=1e-3)
-    digests, _ = run_on_fake(fake, train, max_grad_norm=1e-3)
-    assert digests == expected
+    assert digests == run_on_host(train, max_grad_norm=1e-3)[0]
 
 
 # ---- delivery on demand ---------------------------------------------------------------------------------------------
@@ -193,7 +150,7 @@ def on_demand(synchronize: Callable[[], None], delivery: str, mode: str) -> dict
         return {**digests, **optimizer.state_digests()}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["always", "never"])
 def test_delivery_on_demand(fake: Fake, mode: str) -> None:
     expected = on_demand(lambda: None, "eager", mode)
     fake.delays(5, LATE)
@@ -253,13 +210,3 @@ def _differs_without(fake: Fake, later: str, earlier: str, *, room: int = 1 << 3
 )
 def test_a_missing_wait_changes_the_result(fake: Fake, later: str, earlier: str, options: dict[str, Any]) -> None:
     assert _differs_without(fake, later, earlier, **options)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_gradients_that_span_buckets_are_freed_when_all_of_them_was_packed(mode: str, fake: Fake) -> None:
-    options: dict[str, Any] = {"speculation": mode, "max_grad_norm": 0.5}
-    expected = run_model(steps, torch.bfloat16, options, lambda: None, wide_model)
-    fake.delays(7, LATE)
-    with on_fake_device(fake):
-        found = run_model(steps, torch.bfloat16, options, fake.synchronize, wide_model)
-    assert found[0] == expected[0]

@@ -1,7 +1,8 @@
-"""Loops of others over a device: FSDP2 that adds up by itself, Accelerate and Trainer, which say where windows end."""
+"""Loops of Accelerate and Trainer over a device, which say where windows of micro-batches end."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,95 +12,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from superoffload import AdamW
 from superoffload.optimizer.accelerate_window import Window
-from tests.support.adamw_training import batch, grads_of, model_of
+from tests.support.adamw_training import batch, model_of
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
-from tests.support.freed_gradients import NEEDED_AGAIN, OPTIONS, seen, taken_back
+from tests.support.freed_gradients import NEEDED_AGAIN, OPTIONS, taken_back
 from tests.support.link_runs import LATE
-from tests.support.rank_processes import error_of, flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
-
-# ---- fully_shard ----------------------------------------------------------------------------------------------------
-
-
-def sharded(model: Any, optimizer: AdamW, how: str, synchronize: Callable[[], None]) -> list[Any]:
-    """``synchronize``: before parameters are gathered, which a device would do behind its stream."""
-    found = []
-    for window in range(3):
-        optimizer.zero_grad(set_to_none=how != "zeroed")
-        for micro in range(1 if how in ("plain", "clipped") else 2):
-            synchronize()
-            model.loss(tokens_of(10 * window + micro, dist.get_rank())).backward()
-        if how == "clipped":
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        if how == "edited":
-            torch._foreach_mul_(grads_of(model), 0.5)
-        grads: list[Any] = grads_of(model)
-        if how == "read":
-            found.append(seen([grad.full_tensor().norm() for grad in grads]))
-        optimizer.step()
-        if how == "again":
-            optimizer.step()
-        if how == "read":
-            grads = list(grads_of(model))
-            found.append(seen([grad.to_local() for grad in grads]))
-    return found
-
-
-def in_rank(how: str, on_device: bool) -> tuple[Any, dict[str, str], int]:
-    fake = Fake()
-    fake.delays(3, LATE)
-    with (
-        on_fake_device(fake) if on_device else on_host(),
-        warnings.catch_warnings(record=True) as caught,
-    ):
-        warnings.simplefilter("always")
-        model = shard(net(torch.bfloat16, layers=2), flat_mesh())
-        with optimizer_of(model, rank_check="off") as optimizer:  # it reads parameters at once
-            found = sharded(model, optimizer, how, fake.synchronize)
-            fake.synchronize()
-            told = sum(NEEDED_AGAIN in str(one.message) for one in caught)
-            return found, optimizer.state_digests(), told
-
-
-@pytest.mark.parametrize("how", ["plain", "windows", "zeroed", "clipped", "edited", "read", "again"])
-def test_fully_shard(how: str) -> None:
-    Fake()  # compiled here, not by two ranks at once
-    expected = on_ranks(2, in_rank, how, False)
-    found = on_ranks(2, in_rank, how, True)
-    assert [one[:2] for one in found] == [one[:2] for one in expected]
-    assert [one[2] for one in found] == [int(how != "plain")] * 2
-
-
-def spread_in_rank() -> list[str]:
-    """Each rank packs its part of a gradient, and frees all of it."""
-    fake = Fake()
-    with on_fake_device(fake):
-        model = net(torch.bfloat16)
-        with optimizer_of(model, rank_check="off", replicated="shard") as optimizer:
-            for _ in range(2):
-                for parameter in model.parameters():
-                    if parameter.requires_grad:
-                        parameter.grad = torch.ones_like(parameter)
-                optimizer.step()
-            errors = [error_of(grads_of(model)[0].norm)]
-            optimizer.zero_grad(set_to_none=False)
-            assert not grads_of(model)[0].any()
-            optimizer.step()
-            fake.synchronize()
-            return errors
-
-
-def test_a_part_of_a_gradient_is_not_taken_for_all_of_it() -> None:
-    Fake()  # compiled here, not by two ranks at once
-    for (error,) in on_ranks(2, spread_in_rank):
-        assert "this rank has packed a part of it" in error and "keep_grads=True" in error
-
-
-# ---- Accelerate and Trainer -----------------------------------------------------------------------------------------
 
 
 def as_ever(self: Window) -> bool:
@@ -156,8 +75,6 @@ def test_accelerate_that_is_reset_is_not_asked() -> None:
     accelerate.state.GradientState._reset_state()
     assert not window.more_to_come()
     with mock.patch.dict("sys.modules"):
-        import sys
-
         del sys.modules["accelerate.state"]
         assert not Window().more_to_come()
         assert "accelerate.state" not in sys.modules, "loaded for nothing"
@@ -190,7 +107,7 @@ def test_a_window_that_was_left_half_way_is_another_loops() -> None:
 def trained(folder: Path, fake: Fake | None) -> dict[str, str]:
     from tests.support.hugging_face import end, model_of, trainer_of
 
-    options: dict[str, Any] = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 16, "max_steps": 8}
+    options: dict[str, Any] = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 16, "max_steps": 7}
     with on_fake_device(fake) if fake is not None else on_host():
         trainer = trainer_of(folder, model_of(), "always", **options)
         if fake is not None:
@@ -201,13 +118,11 @@ def trained(folder: Path, fake: Fake | None) -> dict[str, str]:
         return end(trainer)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_trainer(fake: Fake, told: bool, tmp_path: Path) -> None:
+def test_trainer(fake: Fake, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs transformers: pip install 'superoffload[transformers]'")
     expected = trained(tmp_path, None)
     fake.delays(2, LATE)
-    with TOLD[told](), taken_back() as taken, warnings.catch_warnings(record=True) as caught:
+    with taken_back() as taken, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert trained(tmp_path, fake) == expected
-    assert bool(taken) is not told
-    assert any(NEEDED_AGAIN in str(one.message) for one in caught) is not told
+    assert not taken and not any(NEEDED_AGAIN in str(one.message) for one in caught)

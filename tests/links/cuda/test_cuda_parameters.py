@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from superoffload.errors import ArgumentError, StateError
 from superoffload.optimizer.arguments import _same_device
 from tests.support.adamw_training import batch, model_of, train
 from tests.support.fake_cuda import Fake
-from tests.support.fake_cuda_training import check_against_host, state_of, training
+from tests.support.fake_cuda_training import check_against_host, moves_behind_the_stream, state_of, training
+from tests.support.link_runs import LATE
 
 
 def test_parameters_on_several_devices() -> None:
@@ -63,17 +65,6 @@ def test_checkpoints_between_devices(fake: Fake) -> None:
         assert optimizer.state_digests() == expected
 
 
-def test_a_parameter_written_between_steps_is_kept(fake: Fake) -> None:
-    def clamped(model: nn.Module, optimizer: AdamW) -> None:
-        fake.synchronize()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.clamp_(-0.1, 0.1)
-        train(model, optimizer, range(2, 4))
-
-    check_against_host(fake, clamped)
-
-
 def test_the_timeline_has_the_times_of_copies(fake: Fake, tmp_path: Path) -> None:
     with training(fake, trace=tmp_path / "trace.json") as (model, optimizer):
         fake.delays(1, 3000)
@@ -83,3 +74,57 @@ def test_the_timeline_has_the_times_of_copies(fake: Fake, tmp_path: Path) -> Non
     assert {"pack and down", "up and deliver"} <= lanes
     late = [event["dur"] for event in events if event["cat"] == "pack and down"]
     assert max(late) > 100, "microseconds until a gradient has arrived, not until it was enqueued"
+
+
+# ---- groups, state and parameters that are written -------------------------------------------------------------------
+
+
+def regrouped(model: nn.Module, optimizer: AdamW) -> None:
+    """Before a step, with its gradients packed, and between two."""
+    optimizer.zero_grad()
+    batch(model, 2).backward()
+    first = optimizer.param_groups[0]
+    optimizer.param_groups.append({**first, "params": [first["params"].pop(0)], "lr": 0.05})
+    optimizer.step()
+    train(model, optimizer, [3])
+    optimizer.param_groups.reverse()
+    train(model, optimizer, [4])
+    taken_out = optimizer.param_groups[1]["params"].pop()
+    train(model, optimizer, [5])
+    optimizer.param_groups[0]["params"].append(taken_out)
+    train(model, optimizer, range(6, 8))
+
+
+def edited(model: nn.Module, optimizer: AdamW) -> None:
+    for seed in range(2, 6):
+        optimizer.zero_grad()
+        batch(model, seed).backward()
+        for param in list(model.parameters())[seed % 2 :: 2]:
+            optimizer.state[param]["exp_avg"] = 0.5 * optimizer.state[param]["exp_avg"]
+        if seed == 4:
+            optimizer.state.clear()
+        optimizer.step()
+
+
+def clamped(model: nn.Module, optimizer: AdamW) -> None:
+    batch(model, 9)  # a forward waits for the stand-in's current stream
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.1, 0.1)
+    train(model, optimizer, range(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("code", "options"),
+    [
+        (regrouped, {"placement": {"gpu_fraction": 0.5}}),
+        (regrouped, {"keep_grads": True}),
+        (edited, {"placement": {"gpu_fraction": 0.5}}),
+        (clamped, {}),
+    ],
+)
+def test_the_bits_are_those_of_the_host(fake: Fake, code: Any, options: dict[str, Any]) -> None:
+    fake.delays(1, LATE)
+    with moves_behind_the_stream(fake):
+        check_against_host(fake, code, **options)
+    assert fake.mismatches == 0

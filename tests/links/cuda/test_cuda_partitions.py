@@ -91,8 +91,11 @@ def train(fake: Fake | None, resident: frozenset[int], speculation: str) -> tupl
     return digests, on_device
 
 
-@pytest.mark.parametrize("speculation", ["always", "never"])
-@pytest.mark.parametrize("resident", [frozenset({0, 1}), frozenset({2, 4}), frozenset(range(len(SIZES)))], ids=str)
+@pytest.mark.parametrize(
+    ("resident", "speculation"),
+    [(frozenset({0, 1}), "always"), (frozenset({2, 4}), "never"), (frozenset(range(len(SIZES))), "always")],
+    ids=str,
+)
 def test_bits_of_host_memory(fake: Fake, resident: frozenset[int], speculation: str) -> None:
     expected, _ = train(None, frozenset(), speculation)
     fake.delays(3, LATE)

@@ -25,6 +25,7 @@ def test_pinned_memory_refused(fake: Fake) -> None:
         pytest.warns(RuntimeWarning, match=r"refused to pin .*memlock"),
         training(fake) as (model, optimizer),
     ):
+        assert optimizer.stats()["pinned_bytes"] == 4096, "the flag"
         fake.delays(1, 1000)
         train(model, optimizer, range(2, 5))
         fake.synchronize()
@@ -38,28 +39,12 @@ def test_pinned_memory_is_reserved_once_and_given_back(fake: Fake) -> None:
         assert reserved > before
         train(model, optimizer, range(2, 6))
         assert fake.registered_bytes() == reserved
+        pinned_bytes = optimizer.stats()["pinned_bytes"]
+        assert 0 <= reserved - before - pinned_bytes < 2 * 4096, "whole pages of the flag and the buckets"
+        assert pinned_bytes > 2 * 4 * sum(p.numel() for p in model.parameters()), "packed gradients and shadows"
         assert fake.calls("cuMemHostRegister_v2") == 3, "the flag, all buckets together, a table"
         optimizer.close()
-        assert fake.registered_bytes() == before
-
-
-def test_pinned_bytes_are_those_that_the_driver_registered(fake: Fake) -> None:
-    before = fake.registered_bytes()
-    with training(fake) as (model, optimizer):
-        train(model, optimizer, range(2, 4))
-        pinned = optimizer.stats()["pinned_bytes"]
-        assert 0 <= fake.registered_bytes() - before - pinned < 2 * 4096, "whole pages of the flag and the buckets"
-        assert pinned > 2 * 4 * sum(p.numel() for p in model.parameters()), "packed gradients and shadows"
-        optimizer.close()
-        assert optimizer.stats()["pinned_bytes"] == 0
-    with AdamW(model.parameters(), threads=1) as on_the_cpu:
-        assert on_the_cpu.stats()["pinned_bytes"] == 0
-
-
-def test_memory_that_the_system_refused_to_pin_does_not_count(fake: Fake) -> None:
-    fake.registrable(4096)
-    with pytest.warns(RuntimeWarning, match="refused to pin"), training(fake) as (_, optimizer):
-        assert optimizer.stats()["pinned_bytes"] == 4096, "the flag"
+        assert (fake.registered_bytes(), optimizer.stats()["pinned_bytes"]) == (before, 0)
 
 
 def test_no_copy_crosses_a_registration(fake: Fake) -> None:
@@ -74,7 +59,7 @@ def test_no_copy_crosses_a_registration(fake: Fake) -> None:
 # ---- memory that is refused -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("refusals", [1, 2, 3])
+@pytest.mark.parametrize("refusals", [1, 3])
 def test_memory_that_is_refused_when_buckets_are_laid_out_anew(fake: Fake, refusals: int) -> None:
     """After the first step buckets follow the observed order. The step is done; no gradient is lost afterwards."""
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from superoffload.engine.bucket import Bucket
 from superoffload.engine.bucket_state import BucketState
-from superoffload.errors import WorkerError
 from superoffload.links.cuda.blocks import early_buckets
 from superoffload.links.cuda.link import CudaLink
 from tests.support.adamw_training import batch
@@ -103,14 +102,16 @@ class Watched(LateLink):
             time.sleep(random.random() * 2e-3)
         for target, before in self.old.values():
             assert torch.equal(target, before), "a new parameter shows before the verdict"
-            fake.read(fake.current, target, before)
+        if self.old:
+            fake.read(fake.current, *random.choice(list(self.old.values())))
 
 
-@pytest.mark.parametrize("delivery", ["eager", "on_demand"])
-@pytest.mark.parametrize(("seed", "master"), [*((seed, "fp32") for seed in range(4)), (9, "split")])
+@pytest.mark.parametrize(
+    ("seed", "master", "delivery"),
+    [(0, "fp32", "eager"), (1, "fp32", "on_demand"), (2, "split", "eager"), (3, "split", "on_demand")],
+)
 def test_what_was_sent_early_is_not_seen_before_the_commit(fake: Fake, seed: int, master: str, delivery: str) -> None:
-    chance = random.Random(seed)
-    fates = ["commit", "commit", *chance.choices(FATES, k=8), "commit"]
+    fates = ["commit", "commit", *random.Random(seed).sample(FATES, len(FATES)), "commit"]
     settings: dict[str, Any] = {"speculation": "always", "max_grad_norm": 1.0, "delivery": delivery}
     settings["master_dtype"] = master
     with on_host():
@@ -147,26 +148,24 @@ def test_what_is_seen_too_early_is_noticed(fake: Fake) -> None:
         train_with(["commit"] * 4, look, fake.synchronize, {"speculation": "always"})
 
 
-@pytest.mark.parametrize(("master", "seeds"), [("fp32", 3), ("split", 1)])
-@pytest.mark.parametrize("fate", ["clip", "skip", "abandon", "second backward", "edit", "new lr"])
-def test_what_was_sent_for_nothing_is_sent_again_or_not_at_all(fake: Fake, fate: str, master: str, seeds: int) -> None:
+@pytest.mark.parametrize(("seed", "master"), [(0, "fp32"), (1, "fp32"), (2, "split")])
+def test_what_was_sent_for_nothing_is_sent_again_or_not_at_all(fake: Fake, seed: int, master: str) -> None:
     """Nothing is late but the copies up, of which some are under way and some not begun when the step is taken back."""
     settings: dict[str, Any] = {"speculation": "always", "max_grad_norm": 1.0, "master_dtype": master}
-    fates = ["commit", "commit", fate, "commit", fate]
+    chances = random.Random(seed).sample(FATES[1:-1], 6)
+    fates = ["commit", "commit", *(fate for chance in chances for fate in (chance, "commit"))]
     with on_host():
         expected, _ = train_with(fates, lambda: None, lambda: None, settings)
-    for seed in range(seeds):
-        fake.delays(seed, LATE)
-        with on_fake_device(fake) as links:
+    fake.delays(seed, LATE)
+    with on_fake_device(fake) as links:
 
-            def late(links: list[LateLink] = links) -> None:
-                if links and links[0].bytes_up_early:
-                    fake.sleep(500.0, links[0].roles["up"])
+        def late() -> None:
+            if links and links[0].bytes_up_early:
+                fake.sleep(500.0, links[0].roles["up"])
 
-            found, stats = train_with(fates, late, fake.synchronize, settings)
-        assert found == expected and fake.mismatches == 0
-        assert stats["bytes_up_early"] > 0
-        assert fate != "clip" or stats["buckets_replayed"] > 0
+        found, stats = train_with(fates, late, fake.synchronize, settings)
+    assert found == expected and fake.mismatches == 0
+    assert stats["bytes_up_early"] > 0 and stats["buckets_replayed"] > 0
 
 
 def test_a_gradient_is_packed_where_nothing_is_copied_any_more(fake: Fake) -> None:
@@ -247,20 +246,6 @@ def test_what_was_discarded_has_travelled_too(fake: Fake, fate: str) -> None:
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_worker_that_throws_while_copies_go_up(fake: Fake) -> None:
-    with all_sent_early(fake) as (model, optimizer, _):
-        before = optimizer.state_digests()  # takes back what was speculated
-        optimizer.zero_grad()
-        fake.sleep(20_000, optimizer._engine.link.roles["up"])  # type: ignore[attr-defined]  # a LateLink has roles
-        optimizer._engine.pool.inject_fault(3, "as told")
-        batch(model, 2).backward()
-        with pytest.raises(WorkerError, match="as told"):
-            optimizer.step()
-        fake.synchronize()
-        assert optimizer.state_digests() == before
-        assert fake.mismatches == 0
 
 
 def test_closed_with_copies_on_their_way(fake: Fake) -> None:

@@ -48,6 +48,7 @@ def test_the_node_of_a_device(tmp_path: Path, cpulists: list[str], device_node: 
 def test_no_allocation_crosses_a_chunk() -> None:
     assert place(0, 100, 1024) == 0
     assert place(100, 100, 1024) == 256
+    assert place(256, 768, 1024) == 256, "up to its end"
     assert place(900, 100, 1024) == 1024, "from 896 on it would end behind 1024"
     assert place(1024, 1024, 1024) == 1024
 

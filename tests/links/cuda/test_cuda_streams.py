@@ -143,10 +143,7 @@ def test_handlers_of_signals_wait_until_all_that_was_reduced_is_handed_over() ->
     assert done == ["delivered", "delivered", "handled"]
 
 
-@pytest.mark.parametrize(("mesh", "waits"), [("cuda", 1), ("cpu", 0), (None, 0)])
-def test_a_gradient_on_its_way_to_host_memory_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, mesh: str | None, waits: int
-) -> None:
+def test_a_gradient_on_its_way_to_host_memory_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[str] = []
 
     def get_device_module(kind: str) -> Any:
@@ -154,11 +151,13 @@ def test_a_gradient_on_its_way_to_host_memory_is_waited_for(
         return SimpleNamespace(current_stream=lambda: stream)
 
     monkeypatch.setattr(torch, "get_device_module", get_device_module)
-    param = nn.Parameter(torch.zeros(2))
-    if mesh is not None:
-        param.device_mesh = SimpleNamespace(device_type=mesh)  # type: ignore[attr-defined]
-    fully_shard.await_offload(param)
-    assert waited == ["cuda"] * waits
+    param: Any = nn.Parameter(torch.zeros(2))
+    for mesh in (None, "cpu", "cuda"):
+        assert not waited
+        if mesh is not None:
+            param.device_mesh = SimpleNamespace(device_type=mesh)
+        fully_shard.await_offload(param)
+    assert waited == ["cuda"]
 
 
 # ---- parameters that are read on a stream of other code -----------------------------------------------------------
@@ -172,9 +171,9 @@ def gathered_elsewhere(fake: Fake, links: list[LateLink], told: bool, seed: int)
     with AdamW(model.parameters(), delivery="on_demand", module=model, **options) as optimizer:
         for module in model.modules():
             module.register_forward_pre_hook(lambda *_: fake.synchronize(gathering))
-        if told and links:
+        if told:
             links[0].read_on(gathering)
-        fake.delays(seed, 3000.0)
+        fake.delays(seed, 3000.0 * (1 + seed**2))  # longer and longer, for a machine that is slow
         for step in range(5):
             optimizer.zero_grad()
             batch(model, step).backward()
@@ -186,15 +185,13 @@ def gathered_elsewhere(fake: Fake, links: list[LateLink], told: bool, seed: int)
 
 def test_streams_that_read_parameters_wait_for_them(fake: Fake) -> None:
     expected = gathered_elsewhere(fake, [], False, 0)
-    for seed in range(3):
-        with on_fake_device(fake) as links:
-            assert gathered_elsewhere(fake, links, True, seed) == expected
-    for seed in range(6):
+    with on_fake_device(fake) as links:
+        assert gathered_elsewhere(fake, links, True, 0) == expected
+    for seed in range(8):
         with on_fake_device(fake) as links:
             if gathered_elsewhere(fake, links, False, seed) != expected:
-                break
-    else:
-        pytest.fail("no all-gather ever read an old parameter")
+                return
+    pytest.fail("no all-gather ever read an old parameter")
 
 
 class Sharded(nn.Linear):
