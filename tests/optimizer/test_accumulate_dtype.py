@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.accumulation import table
-from superoffload import AdamW, CPUAdamW
+from superoffload import AdamW
 from superoffload.engine.speculation_schedule import MODES
-from superoffload.errors import ArgumentError, StateError, UnknownArgument
+from superoffload.errors import ArgumentError, StateError
 from superoffload.optimizer import grad_dtypes
 from superoffload.optimizer.fp32_accumulation import check_fp32_sums
 from tests.support.adamw_training import batch, check_counters, model_of
@@ -277,12 +277,6 @@ def test_a_dtype_that_is_changed_meanwhile_is_an_error_and_not_a_rounded_sum() -
 def test_what_it_cannot_be(value: Any) -> None:
     with pytest.raises(ArgumentError, match=r"accumulate_dtype=.*expected 'fp32', or None"):
         AdamW(model_of(torch.bfloat16).parameters(), accumulate_dtype=value)
-
-
-def test_the_kernel_alone_says_how_to_do_it() -> None:
-    options: dict[str, Any] = {"accumulate_dtype": "fp32"}
-    with pytest.raises(UnknownArgument, match=r"accumulate_dtype='fp32': .*p.grad_dtype = torch.float32"):
-        CPUAdamW(model_of(torch.bfloat16).parameters(), **options)
 
 
 @needs_grad_dtype

@@ -42,10 +42,6 @@ def moved_to_a_group_of_its_own(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.param_groups.append({**optimizer.param_groups[0], "params": [param], "lr": 0.05})
 
 
-def group_popped(model: nn.Module, optimizer: Optimizer) -> None:
-    optimizer.param_groups.pop(1)
-
-
 def groups_reversed(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.param_groups.reverse()
 
@@ -97,7 +93,6 @@ CHANGES = [
     removed,
     moved,
     moved_to_a_group_of_its_own,
-    group_popped,
     groups_reversed,
     params_reversed,
     groups_merged,
@@ -223,17 +218,6 @@ def test_entries_and_tensors_that_a_program_has_stay_those_of_the_state() -> Non
         assert optimizer.state_digests() == other.state_digests()
 
 
-def test_groups_without_parameters_step_nothing() -> None:
-    model = model_of()
-    with AdamW(groups_of(model)) as optimizer:
-        train(model, optimizer, range(2))
-        batch(model, 2).backward()
-        before = [param.detach().clone() for param in model.parameters()]
-        optimizer.param_groups.clear()
-        optimizer.step()
-        assert all(map(torch.equal, before, model.parameters()))
-
-
 def without_lr(model: nn.Module, optimizer: AdamW) -> None:
     optimizer.param_groups.append({"params": [nn.Parameter(torch.ones(3))]})
 
@@ -290,20 +274,6 @@ def test_memory_that_is_refused_ends_the_optimizer() -> None:
             optimizer.step()
         with pytest.raises(StateError, match="make a new one and load the last checkpoint"):
             optimizer.step()
-
-
-def test_a_parameter_that_was_converted_meanwhile_is_refused() -> None:
-    model = model_of()
-    with AdamW(groups_of(model)) as optimizer:
-        train(model, optimizer, range(2))
-        param = optimizer.param_groups[0]["params"].pop(0)
-        train(model, optimizer, range(2, 4))
-        param.data = param.data.bfloat16()
-        optimizer.param_groups[0]["params"].append(param)
-        with pytest.raises(StateError, match="after converting or resizing a model"):
-            optimizer.step()
-        param.data = param.data.float()
-        train(model, optimizer, range(4, 6))
 
 
 def test_names_are_left_alone_where_a_program_moves_parameters_without_them() -> None:

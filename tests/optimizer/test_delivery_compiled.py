@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import copy
 import pickle
 from collections.abc import Callable, Iterator
@@ -127,20 +126,6 @@ def test_a_part_of_compiled_code_is_called_otherwise(way: Callable[[nn.Module], 
             step(plain, eager)
             with torch.no_grad():
                 assert torch.equal(run(INPUT), plain(INPUT))
-
-
-def test_an_optimizer_that_was_made_in_another_context() -> None:
-    """Which has settings of its own."""
-    model = model_of()
-    with contextvars.copy_context().run(offloaded, model) as optimizer:
-        compiled(model_of())(INPUT)
-        run = compiled(model)
-        for _ in range(3):
-            step(model, optimizer)
-            with torch.no_grad():
-                found = run(INPUT)
-                optimizer.synchronize()
-                assert torch.equal(found, model(INPUT))
 
 
 def test_a_later_optimizer_compiles_nothing_anew() -> None:

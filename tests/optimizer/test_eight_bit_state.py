@@ -23,7 +23,7 @@ from tests.support.carried_state import Carry, as_dict, in_a_folder, through_a_f
 from tests.support.host_link import over_host_link
 from tests.support.reference import adam, eight_bit
 from tests.support.reference.stochastic import noise
-from tests.support.split_masters import same_bits, same_states, shard_of, state_of
+from tests.support.split_masters import same_bits, same_states, state_of
 
 EIGHT: dict[str, Any] = {"state_dtype": "8bit"}
 DTYPES = ("fp32", "bf16", "8bit")
@@ -253,16 +253,6 @@ def test_torch_loads_it_and_it_loads_torchs() -> None:
             assert torch.equal(theirs.state[param]["exp_avg"], mine["exp_avg"].float())
         optimizer.load_state_dict(theirs.state_dict())
         assert float(next(iter(optimizer.state.values()))["step"]) == 3.0
-
-
-def test_loading_nothing_makes_state_new() -> None:
-    model = odd_model()
-    with AdamW(model.parameters(), threads=1, **EIGHT) as optimizer:
-        empty = optimizer.state_dict() | {"state": {}}
-        train(model, optimizer, range(2))
-        optimizer.load_state_dict(empty)
-        assert all(not shard_of(optimizer, p).exp_avg.any() for p in model.parameters())
-        assert all(not state["exp_avg_sq"].any() for state in optimizer.state.values())
 
 
 def test_what_is_refused() -> None:

@@ -152,21 +152,6 @@ def test_handlers_are_back_afterwards() -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
-def test_an_exception_between_backward_and_step() -> None:
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        for seed in range(4):
-            optimizer.zero_grad()
-            try:
-                batch(model, seed).backward()
-                if seed % 2:
-                    raise ValueError("the user's")
-                optimizer.step()
-            except ValueError:
-                continue
-
-    assert check_scenario(scenario)["buckets_abandoned"] == 2  # by zero_grad(), and the last one by close()
-
-
 @pytest.mark.parametrize(("error", "then_step"), [(ValueError, True), (KeyboardInterrupt, False)])
 def test_an_exception_in_the_middle_of_backward(error: type[BaseException], then_step: bool) -> None:
     """With step() after it, the gradients that had arrived are applied, as in torch."""
