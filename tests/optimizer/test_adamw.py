@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import StateError
 from tests.support.adamw_training import (
     DTYPES,
@@ -21,7 +20,6 @@ from tests.support.adamw_training import (
     check_counters,
     check_scenario,
     model_of,
-    run_ours,
     train,
 )
 from tests.support.compatibility import compat
@@ -59,8 +57,7 @@ def feed(params: list[nn.Parameter], gradients: list[torch.Tensor]) -> None:
         assert torch.equal(param.grad, gradient)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize(("mode", "weight_decay"), [("always", 0.1), ("never", 0.0)])
 def test_200_steps_of_recorded_gradients_against_torch(mode: str, weight_decay: float) -> None:
     ours, theirs = parameters(), parameters()
     options: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": weight_decay, "max_grad_norm": CLIP}
@@ -82,17 +79,18 @@ def test_200_steps_of_recorded_gradients_against_torch(mode: str, weight_decay: 
         assert 10 < clips < 190
         stats = optimizer.stats()
         assert stats["clip_rate"] == clips / 200
-        if mode == "always":
-            assert stats["buckets_committed"] > 0
-            assert stats["buckets_replayed"] > 0
+        assert mode == "never" or (stats["buckets_committed"] > 0 and stats["buckets_replayed"] > 0)
         for mine, their in zip(ours, theirs, strict=True):
             torch.testing.assert_close(optimizer.state[mine]["exp_avg"], reference.state[their]["exp_avg"])
             torch.testing.assert_close(optimizer.state[mine]["exp_avg_sq"], reference.state[their]["exp_avg_sq"])
             assert optimizer.state[mine]["step"] == reference.state[their]["step"] == 200
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_whole_runs_have_the_references_bits(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "mode"),
+    [*((dtype, "always") for dtype in DTYPES), (torch.bfloat16, "never"), (torch.float16, "adaptive")],
+)
+def test_whole_runs_have_the_references_bits(dtype: torch.dtype, mode: str) -> None:
     """Hooks, buckets, groups and clipping together, against the plain NumPy optimizer."""
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     params = [nn.Parameter(p.detach().to(dtype)) for p in parameters()]
@@ -101,7 +99,7 @@ def test_whole_runs_have_the_references_bits(dtype: torch.dtype) -> None:
     masters = [[Parameter(to_numpy(p.float()), names[dtype]) for p in group] for group in split]
     reference = Trainer([Group(m, **o) for m, o in zip(masters, options, strict=True)], CLIP)
     groups = [{"params": group, **o} for group, o in zip(split, options, strict=True)]
-    with AdamW(groups, speculation="always", max_grad_norm=CLIP, bucket_numel=1024, threads=2) as optimizer:
+    with AdamW(groups, speculation=mode, max_grad_norm=CLIP, bucket_numel=1024, threads=2) as optimizer:
         for step in range(25):
             gradients = [g.to(dtype) for g in recorded(step)]
             if step == 11:
@@ -116,33 +114,6 @@ def test_whole_runs_have_the_references_bits(dtype: torch.dtype) -> None:
             assert [float(optimizer.state[p]["step"]) for p in params] == [p.step for p in reference.parameters]
         check_counters(optimizer)
         assert optimizer.stats()["skipped_steps"] == 1
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bucket_numel", [None, 1024])
-def test_training_is_the_same_in_every_mode(dtype: torch.dtype, bucket_numel: int | None) -> None:
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        for seed in range(12):
-            optimizer.zero_grad()
-            batch(model, seed, scale=10.0 if seed == 6 else 1.0).backward()
-            if seed == 8:
-                gradient = next(model.parameters()).grad
-                assert gradient is not None
-                gradient.view(-1)[0] = math.nan
-            optimizer.step()
-
-    stats = check_scenario(scenario, dtype, bucket_numel=bucket_numel, max_grad_norm=3.0)
-    assert stats["buckets_committed"] > 0
-    assert stats["buckets_replayed"] > 0 or bucket_numel is None  # one bucket: its own norm proves the clip
-    assert stats["skipped_steps"] == 1
-
-
-def test_a_published_parameter_is_the_rounded_master() -> None:
-    model, optimizer = run_ours(lambda m, o: train(m, o, range(5)), "always", torch.bfloat16)
-    for param in model.parameters():
-        master = optimizer.state[param]["master"]
-        assert torch.equal(param.detach(), master.to(torch.bfloat16))
-        assert not torch.equal(param.detach().float(), master)
 
 
 @compat("a step with some or no gradients", "single", "stand_in")
@@ -202,12 +173,10 @@ def test_found_inf_leaves_everything_and_is_counted() -> None:
         assert optimizer.state_digests() == before
         assert [p._version for p in model.parameters()] == versions
         assert all(float(optimizer.state[p]["step"]) == 3 for p in model.parameters())
-        assert optimizer.stats()["steps"] == 3
-        assert optimizer.stats()["skipped_steps"] == 1
-        assert optimizer.stats()["buckets_skipped"] > 0
+        stats = optimizer.stats()
+        assert stats["steps"] == 3 and stats["skipped_steps"] == 1 and stats["buckets_skipped"] > 0
         assert optimizer.grad_norm == math.inf
-        assert optimizer.last_verdict is not None
-        assert optimizer.last_verdict.found_inf
+        assert optimizer.last_verdict is not None and optimizer.last_verdict.found_inf
         check_counters(optimizer)
 
 

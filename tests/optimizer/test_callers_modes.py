@@ -76,15 +76,22 @@ def clipping(params: Any, **options: Any) -> AdamW:
     return AdamW(params, max_grad_norm=0.5, bucket_numel=1000, **options)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("options", [{}, LEAN, None], ids=["AdamW", "lean", "CPUAdamW"])
-def test_a_mode_around_any_call_changes_nothing(options: dict[str, Any] | None, mode: str, tmp_path: Path) -> None:
-    make: Callable[..., Any] = CPUAdamW if options is None else clipping
-    plain = Training(make, options or {}, nullcontext, ())
+CASES = [
+    *(("lean", mode) for mode in MODES),
+    *(("plain", mode) for mode in ("default device", "inference_mode")),
+    *(("CPUAdamW", mode) for mode in ("device context", "default dtype", "inference_mode")),
+]
+
+
+@pytest.mark.parametrize(("kind", "mode"), CASES)
+def test_a_mode_around_any_call_changes_nothing(kind: str, mode: str, tmp_path: Path) -> None:
+    make: Callable[..., Any] = CPUAdamW if kind == "CPUAdamW" else clipping
+    options = LEAN if kind == "lean" else {}
+    plain = Training(make, options, nullcontext, ())
     expected = plain.run(tmp_path / "plain")
     called = list(plain.called)
     for half in (called[::2], called[1::2]):  # what one call has made in the mode, others use outside of it
-        found = Training(make, options or {}, MODES[mode], half).run(tmp_path / half[0])
+        found = Training(make, options, MODES[mode], half).run(tmp_path / half[0])
         assert [one.tolist() for one in found] == [one.tolist() for one in expected], half
 
 

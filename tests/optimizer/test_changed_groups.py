@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW, checkpoints
-from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import ArgumentError, HostMemoryError, StateError
 from tests.support.adamw_training import TorchAdamW, assert_trained_alike, batch, check_counters, model_of, train
 
@@ -43,20 +42,8 @@ def moved_to_a_group_of_its_own(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.param_groups.append({**optimizer.param_groups[0], "params": [param], "lr": 0.05})
 
 
-def group_popped(model: nn.Module, optimizer: Optimizer) -> None:
-    optimizer.param_groups.pop(1)
-
-
-def last_group_popped(model: nn.Module, optimizer: Optimizer) -> None:
-    optimizer.param_groups.pop()
-
-
 def groups_reversed(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.param_groups.reverse()
-
-
-def groups_sorted(model: nn.Module, optimizer: Optimizer) -> None:
-    optimizer.param_groups.sort(key=lambda group: group["lr"])
 
 
 def params_reversed(model: nn.Module, optimizer: Optimizer) -> None:
@@ -106,10 +93,7 @@ CHANGES = [
     removed,
     moved,
     moved_to_a_group_of_its_own,
-    group_popped,
-    last_group_popped,
     groups_reversed,
-    groups_sorted,
     params_reversed,
     groups_merged,
     groups_cleared_and_added,
@@ -140,7 +124,7 @@ def run(change: Change, before_backward: bool, make: Callable[[list[dict[str, An
 @pytest.mark.parametrize("change", CHANGES)
 def test_groups_are_followed_as_in_torch(change: Change, before_backward: bool) -> None:
     digests = []
-    for mode in MODES:
+    for mode in ("always", "never"):
         made: list[AdamW] = []
 
         def make(groups: list[dict[str, Any]], mode: str = mode, made: list[AdamW] = made) -> AdamW:
@@ -151,33 +135,29 @@ def test_groups_are_followed_as_in_torch(change: Change, before_backward: bool) 
         check_counters(made[0])
         assert made[0].stats()["steps"] == 6
         digests.append(made[0].state_digests())
-    assert digests[0] == digests[1] == digests[2]
+    assert digests[0] == digests[1]
     theirs = run(change, before_backward, lambda groups: TorchAdamW(groups, max_grad_norm=100.0))
     assert_trained_alike(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"state_dtype": "bf16"},
-        {"state_dtype": "8bit", "master_dtype": "split"},
-        {"accumulate_dtype": "fp32"},
-        "on demand",
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("change", [moved, removed, groups_reversed])
-def test_state_of_every_form_stays(change: Change, options: Any) -> None:
-    """Beside a run whose groups say the same, and which were never changed."""
-    if options == {"accumulate_dtype": "fp32"} and not hasattr(Tensor, "grad_dtype"):
+ON_DEMAND = {"delivery": "on_demand"}
+FORMS: list[tuple[dict[str, Any], Change]] = [
+    ({"state_dtype": "bf16"}, moved),
+    ({"state_dtype": "8bit", "master_dtype": "split"}, groups_reversed),
+    ({"accumulate_dtype": "fp32"}, moved),
+    (ON_DEMAND, groups_reversed),
+    (ON_DEMAND, removed),
+]
+
+
+@pytest.mark.parametrize(("options", "change"), FORMS, ids=str)
+def test_state_of_every_form_stays(options: dict[str, Any], change: Change) -> None:
+    if "accumulate_dtype" in options and not hasattr(Tensor, "grad_dtype"):
         pytest.skip("needs torch 2.10")
     digests = []
     for mode in ("always", "never"):
         model = model_of(torch.bfloat16)
-        more: dict[str, Any] = (
-            {"delivery": "on_demand", "module": model} if options == "on demand" else {**options, "model": model}
-        )
-        with AdamW(groups_of(model), speculation=mode, bucket_numel=1024, **more) as optimizer:
+        with AdamW(groups_of(model), speculation=mode, bucket_numel=1024, model=model, **options) as optimizer:
             train(model, optimizer, range(2))
             before = {p: optimizer.state[p]["exp_avg"].clone() for p in model.parameters()}
             change(model, optimizer)
@@ -238,17 +218,6 @@ def test_entries_and_tensors_that_a_program_has_stay_those_of_the_state() -> Non
         assert optimizer.state_digests() == other.state_digests()
 
 
-def test_groups_without_parameters_step_nothing() -> None:
-    model = model_of()
-    with AdamW(groups_of(model)) as optimizer:
-        train(model, optimizer, range(2))
-        batch(model, 2).backward()
-        before = [param.detach().clone() for param in model.parameters()]
-        optimizer.param_groups.clear()
-        optimizer.step()
-        assert all(map(torch.equal, before, model.parameters()))
-
-
 def without_lr(model: nn.Module, optimizer: AdamW) -> None:
     optimizer.param_groups.append({"params": [nn.Parameter(torch.ones(3))]})
 
@@ -307,20 +276,6 @@ def test_memory_that_is_refused_ends_the_optimizer() -> None:
             optimizer.step()
 
 
-def test_a_parameter_that_was_converted_meanwhile_is_refused() -> None:
-    model = model_of()
-    with AdamW(groups_of(model)) as optimizer:
-        train(model, optimizer, range(2))
-        param = optimizer.param_groups[0]["params"].pop(0)
-        train(model, optimizer, range(2, 4))
-        param.data = param.data.bfloat16()
-        optimizer.param_groups[0]["params"].append(param)
-        with pytest.raises(StateError, match="after converting or resizing a model"):
-            optimizer.step()
-        param.data = param.data.float()
-        train(model, optimizer, range(4, 6))
-
-
 def test_names_are_left_alone_where_a_program_moves_parameters_without_them() -> None:
     model = model_of()
     with AdamW([{"params": [*model.named_parameters()][:3]}, {"params": [*model.named_parameters()][3:]}]) as optimizer:
@@ -332,8 +287,7 @@ def test_names_are_left_alone_where_a_program_moves_parameters_without_them() ->
         assert all(float(optimizer.state[param]["step"]) == 4 for param in model.parameters())
 
 
-@pytest.mark.parametrize("when", ["in a group", "in none"])
-@pytest.mark.parametrize("speculation", ["always", "never"])
+@pytest.mark.parametrize(("speculation", "when"), [("always", "in none"), ("never", "in a group")])
 def test_a_number_of_steps_that_a_program_keeps_stays_that_of_the_state(speculation: str, when: str) -> None:
     models = [model_of(), model_of()]
     optimizers: list[Any] = [TorchAdamW(groups_of(models[0])), AdamW(groups_of(models[1]), speculation=speculation)]

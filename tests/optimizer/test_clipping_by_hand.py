@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -54,17 +53,7 @@ def test_clipping_by_hand_is_said_once_with_what_to_do() -> None:
     assert optimizer.stats()["buckets_undone"] > 2 * 2, "it goes on, and is not said again"
     for part in ("remove that and pass max_grad_norm= to superoffload.AdamW", "optimizer.grad_norm", "register_hook"):
         assert part in said[0]
-
-
-def test_a_single_bucket_is_counted_in_words() -> None:
-    model = model_of()
-    with AdamW(model.parameters(), speculation="always", threads=1) as optimizer:
-        for step in range(2):
-            optimizer.zero_grad()
-            batch(model, step).backward()
-            clip(model, step)
-            with pytest.warns(RuntimeWarning, match="so the bucket that was stepped during") if step else nullcontext():
-                optimizer.step()
+    assert NOTICE in (ROOT / "docs/troubleshooting.md").read_text()
 
 
 def test_unscaling_by_hand_leaves_no_trace_in_versions_and_is_said_too() -> None:
@@ -108,29 +97,18 @@ def backward_again(model: nn.Module, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "edit",
+    ("edit", "options"),
     [
-        pytest.param(scale_only([]), id="nothing"),
-        pytest.param(scale_only([2]), id="one step"),
-        pytest.param(scale_only([0, 2, 4]), id="every other step"),
-        scale_a_bias,
-        drop_all,
-        write_parameters,
-        backward_again,
+        pytest.param(scale_only([]), {"max_grad_norm": 1e-3}, id="clips of ours"),
+        pytest.param(scale_only([]), {"speculation": "adaptive"}, id="adaptive"),
+        pytest.param(scale_only([0, 2, 4]), {}, id="every other step"),
+        pytest.param(clip, {"speculation": "never"}, id="nothing speculated"),
+        (scale_a_bias, {}),
+        (drop_all, {}),
+        (write_parameters, {}),
+        (backward_again, {}),
     ],
 )
-def test_no_false_alarm(edit: Edit) -> None:
-    said, optimizer = notices(edit, max_grad_norm=1e6)
-    assert said == [] and optimizer.stats()["buckets_speculated"] > 0
-
-
-@pytest.mark.parametrize("options", [{"speculation": "never"}, {"max_grad_norm": 1e-3}, {"speculation": "adaptive"}])
-def test_nothing_is_said_where_nothing_was_lost(options: dict[str, Any]) -> None:
-    """Without speculation by mode, or because adaptive expects clips, editing gradients costs nothing."""
-    said, optimizer = notices(clip if options.get("speculation") == "never" else lambda *_: None, **options)
-    assert said == [] and optimizer.stats()["steps"] == 6
-
-
-def test_the_troubleshooting_page_has_the_words_of_the_notice() -> None:
-    page = re.sub(r"\\s+", " ", (ROOT / "docs/troubleshooting.md").read_text())
-    assert NOTICE in page
+def test_no_false_alarm(edit: Edit, options: dict[str, Any]) -> None:
+    said, optimizer = notices(edit, **options)
+    assert said == [] and optimizer.stats()["steps"] == (0 if edit is drop_all else 6)

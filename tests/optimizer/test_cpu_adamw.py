@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor
 import superoffload
 from superoffload import _native
 from superoffload.errors import ArgumentError, StateError, WorkerError
-from tests.support.adamw_training import run_python
 
 
 def parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.nn.Parameter]:
@@ -36,15 +34,14 @@ def bits(tensors: list[Tensor]) -> list[bytes]:
     return [tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("l2", [False, True])
+@pytest.mark.parametrize(("l2", "maximize"), [(False, False), (True, True)])
 def test_equals_torch_within_rounding(l2: bool, maximize: bool) -> None:
     mine, theirs = parameters(), parameters()
     ours = superoffload.CPUAdamW(mine, lr=1e-3, weight_decay=0.05, maximize=maximize, l2=l2, threads=2)
     peer_class = torch.optim.Adam if l2 else torch.optim.AdamW
     peer = peer_class(theirs, lr=1e-3, weight_decay=0.05, maximize=maximize)
     accumulated = 0.0
-    for step in range(200):
+    for step in range(60):
         lr = 1e-3 * (1 + step % 7)
         accumulated += lr
         for optimizer, params in ((ours, mine), (peer, theirs)):
@@ -57,8 +54,9 @@ def test_equals_torch_within_rounding(l2: bool, maximize: bool) -> None:
     assert [float(s["step"]) for s in ours.state.values()] == [float(s["step"]) for s in peer.state.values()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"), [(torch.float32, "bf16"), (torch.bfloat16, "fp32"), (torch.float16, "bf16")]
+)
 def test_equals_superoffload_adamw_bit_for_bit(dtype: torch.dtype, state_dtype: str) -> None:
     mine, theirs = parameters(dtype), parameters(dtype)
     plain = superoffload.CPUAdamW(mine, state_dtype=state_dtype, seed=3, threads=2)
@@ -73,28 +71,6 @@ def test_equals_superoffload_adamw_bit_for_bit(dtype: torch.dtype, state_dtype: 
         for name in ("exp_avg", "exp_avg_sq"):
             assert bits([plain.state[a][name]]) == bits([full.state[b][name]])
         assert bits([plain.state[a].get("master", a)]) == bits([full.state[b]["master"]])
-
-
-def test_state_goes_to_torch_and_back() -> None:
-    mine, theirs = parameters(), parameters()
-    ours, peer = superoffload.CPUAdamW(mine), torch.optim.AdamW(theirs)
-    for step in range(3):
-        set_gradients(mine, step)
-        ours.step()
-    with torch.no_grad():
-        for a, b in zip(mine, theirs, strict=True):
-            b.copy_(a)
-    peer.load_state_dict(ours.state_dict())
-    again = superoffload.CPUAdamW(parameters(seed=1))
-    again.load_state_dict(peer.state_dict())
-    for a, b in zip(ours.state.values(), again.state.values(), strict=True):
-        assert bits([a["exp_avg"], a["exp_avg_sq"], a["step"]]) == bits([b["exp_avg"], b["exp_avg_sq"], b["step"]])
-    set_gradients(mine, 9)
-    set_gradients(theirs, 9)
-    ours.step()
-    peer.step()
-    for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
 
 
 def test_masters_survive_a_round_trip_and_written_parameters_win() -> None:
@@ -127,22 +103,10 @@ def test_autograd_sees_the_write_and_the_closure_is_called() -> None:
         graph.backward()
 
 
-def test_a_scheduler_and_a_new_group() -> None:
-    mine = parameters()
-    optimizer = superoffload.CPUAdamW(mine[:2], lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    set_gradients(mine, 0)
-    optimizer.step()
-    scheduler.step()
-    optimizer.add_param_group({"params": mine[4:], "lr": 0.0})
-    before = bits([mine[4]])
-    optimizer.step()
-    assert optimizer.param_groups[0]["lr"] == 0.05
-    assert bits([mine[4]]) == before
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "copied"),
+    [(torch.float32, copy.deepcopy), (torch.bfloat16, lambda optimizer: pickle.loads(pickle.dumps(optimizer)))],
+)
 def test_a_copy_goes_on_where_it_was_taken(dtype: torch.dtype, copied: Callable[[Any], Any]) -> None:
     """As torch's optimizers do; with moments whose rounding depends on the seed, and L2."""
     mine = parameters(dtype)
@@ -223,40 +187,11 @@ def test_a_worker_that_fails_says_so_once_every_group_is_stepped() -> None:
     optimizer.close()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
-def test_a_forked_child_gets_an_error_and_the_parent_goes_on() -> None:
-    """Its threads are not there; nothing changes, not even how many steps there were."""
-    script = """
-import os, torch, superoffload
-from superoffload.errors import StateError
-param = torch.nn.Parameter(torch.ones(4))
-optimizer = superoffload.CPUAdamW([param], threads=1)
-param.grad = torch.ones(4)
-if os.fork() == 0:
-    try:
-        optimizer.step()
-    except StateError as error:
-        optimizer.close()
-        os._exit(7 if "do not survive fork()" in str(error) and not optimizer.state else 1)
-    os._exit(1)
-print(os.waitstatus_to_exitcode(os.wait()[1]))
-optimizer.step()
-print(bool(param.lt(1).all()))
-optimizer.close()
-"""
-    assert run_python(script, timeout=60).stdout.split() == ["7", "True"]
-
-
 @pytest.mark.parametrize(
     ("name", "value", "found"),
     [
-        (
-            "exp_avg",
-            torch.zeros(4, dtype=torch.bfloat16),
-            r"exp_avg is torch\.bfloat16 \(4,\), expected torch\.float32",
-        ),
-        ("exp_avg_sq", torch.zeros(3), r"exp_avg_sq is torch\.float32 \(3,\), expected torch\.float32 \(4,\)"),
-        ("master", torch.zeros(4, dtype=torch.bfloat16), "master is torch.bfloat16"),
+        ("exp_avg", torch.zeros(4, dtype=torch.bfloat16), r"exp_avg is torch\.bfloat16 \(4,\), expected .*float32"),
+        ("exp_avg_sq", torch.zeros(3), r"exp_avg_sq is torch\.float32 \(3,\), expected .* \(4,\)"),
         ("master", None, "master is NoneType"),
     ],
 )
@@ -274,35 +209,14 @@ def test_foreign_state_that_does_not_fit_changes_nothing(name: str, value: Tenso
     optimizer.close()
 
 
-def test_a_model_converted_between_steps_is_refused() -> None:
-    params = parameters()
-    optimizer = superoffload.CPUAdamW(params)
-    set_gradients(params, 0)
-    optimizer.step()
-    for param in params:
-        param.data = param.data.bfloat16()
-        param.grad = None
-    set_gradients(params, 1)
-    with pytest.raises(ArgumentError, match=r"no master, .* is torch.bfloat16 now; convert the model"):
-        optimizer.step()
-
-
-def test_a_group_without_bias_correction_is_refused() -> None:
-    groups = [{"params": parameters(), "bias_correction": False}]
-    with pytest.raises(ArgumentError, match=r"bias_correction=False.*always corrected"):
-        superoffload.CPUAdamW(groups)
-    groups[0]["bias_correction"] = True
-    superoffload.CPUAdamW(groups).close()
-
-
 def test_bad_input_and_use_after_close() -> None:
     with pytest.raises(ArgumentError, match="lr=-1"):
         superoffload.CPUAdamW(parameters(), lr=-1)
     with pytest.raises(ArgumentError, match="l2='no': expected True"):
         superoffload.CPUAdamW(parameters(), l2="no")  # type: ignore[arg-type]
-    params = parameters()
-    optimizer = superoffload.CPUAdamW(params)
-    set_gradients(params, 0)
+    with pytest.raises(ArgumentError, match=r"bias_correction=False.*always corrected"):
+        superoffload.CPUAdamW([{"params": parameters(), "bias_correction": False}])
+    optimizer = superoffload.CPUAdamW([{"params": parameters(), "bias_correction": True}])
     state = optimizer.state_dict()
     state["param_groups"][0]["params"] = []
     with pytest.raises(ArgumentError, match="parameters in group 0"):

@@ -9,32 +9,30 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from superoffload import AdamW
 from superoffload.errors import StateError
 from tests.support.adamw_training import weights
-from tests.support.delivery_loops import STEPS, Odd, compare, in_flight, loss_of, made, odd, pending, plain_step
+from tests.support.delivery_loops import STEPS, Odd, in_flight, loss_of, made, odd, pending, plain_step
 
 READS: dict[str, Callable[[Odd], object]] = {
-    "sum": lambda model: model.sometimes.weight.sum(),
     "a view": lambda model: model.sometimes.weight.detach()[1:].t().contiguous(),
     "its memory": lambda model: torch.from_numpy(model.sometimes.weight.detach().numpy()).sum(),
-    "functional": lambda model: nn.functional.linear(torch.ones(8), model.sometimes.weight),
     "a write": lambda model: model.sometimes.weight.data.zero_(),
     "a list": lambda model: torch._foreach_mul([model.sometimes.weight], 2.0),
     "a copy": copy.deepcopy,
 }
 
 
-@pytest.mark.parametrize("name", READS)
-def test_check_reads_finds_other_readers(name: str) -> None:
+def test_check_reads_finds_other_readers() -> None:
     with in_flight() as (model, optimizer), optimizer.check_reads():
-        with pytest.raises(StateError, match=r"sometimes\.weight|embedding\.weight") as error:
-            READS[name](model)
-        assert "synchronize()" in str(error.value)
+        for name, read in READS.items():
+            with pytest.raises(StateError, match=r"(sometimes|embedding)\.weight.*synchronize\(\)"):
+                read(model)
+            assert pending(optimizer), name
         optimizer.synchronize()
-        READS[name](model)
+        for read in READS.values():
+            read(model)
 
 
 def test_check_reads_lets_known_readers_pass() -> None:
@@ -63,18 +61,6 @@ def test_a_copy_of_the_model_is_independent() -> None:
                 loss_of(other, 5)
             assert pending(optimizer), "its hooks do nothing"
             assert torch.equal(weights(other), expected)
-
-
-def test_an_average_of_the_model() -> None:
-    def loop(model: Any, optimizer: AdamW, seen: list[Any]) -> None:
-        average = torch.optim.swa_utils.AveragedModel(model)
-        for seed in range(STEPS):
-            plain_step(model, optimizer, seed)
-            optimizer.synchronize()
-            average.update_parameters(model)
-        seen.append(weights(average).tolist())
-
-    compare(loop)
 
 
 @pytest.mark.parametrize("write", ["in place", "data"])
@@ -124,15 +110,6 @@ def test_a_retained_graph_cannot_be_used_after_step() -> None:
         assert pending(optimizer)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-def test_a_functional_read_in_the_same_forward_cannot_go_unnoticed_in_backward() -> None:
-    with in_flight() as (model, optimizer):
-        read = nn.functional.linear(torch.ones(1, 8, requires_grad=True), model.sometimes.weight).sum()
-        loss = loss_of(model, 5) + read
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-        optimizer.zero_grad()
 
 
 def test_closing_delivers_and_takes_the_hooks_away() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from superoffload import AdamW, CPUAdamW
 from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import ArgumentError, HostMemoryError
-from tests.support.adamw_training import assert_close_to_torch, batch, check_counters, model_of
+from tests.support.adamw_training import assert_close_to_torch, check_counters, model_of
 from tests.support.fp32_gradients import (
     SOURCES,
     Source,
@@ -29,10 +29,8 @@ from tests.support.fp32_gradients import (
     steps,
     trained,
 )
-from tests.support.host_link import over_host_link
 
 pytestmark = needs_grad_dtype
-HALVES = (torch.bfloat16, torch.float16)
 
 
 def _plain(model: nn.Module, optimizer: Any) -> None:
@@ -92,34 +90,29 @@ def _given_up(model: nn.Module, optimizer: Any) -> None:
 CODES = (_plain, _clipped, _accumulated, _accumulated_by_name, _edited, _poisoned, _given_up)
 
 
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("dtype", HALVES)
-def test_every_way_gives_the_same_bits(code: Callable[[nn.Module, Any], None], dtype: torch.dtype) -> None:
-    digests = {}
-    for name, source in SOURCES.items():
-        for mode in MODES:
+@pytest.mark.parametrize("number", range(len(CODES)), ids=lambda number: CODES[number].__name__)
+def test_every_way_gives_the_same_bits(number: int) -> None:
+    code, dtype = CODES[number], (torch.bfloat16, torch.float16)[number % 2]
+    expected = trained(declared, code, dtype, speculation="never").state_digests()
+    for i, (name, source) in enumerate(SOURCES.items()):
+        for mode in {"always", MODES[(i + number) % len(MODES)]}:
             optimizer = trained(source, code, dtype, speculation=mode)
             check_counters(optimizer)
-            digests[name, mode] = optimizer.state_digests()
-            speculated = optimizer.stats()["buckets_speculated"]
-            assert bool(speculated) == (mode == "always") or mode == "adaptive", (name, mode)
-    expected = digests["grad_dtype", "never"]
-    assert {key for key, found in digests.items() if found != expected} == set()
-    rounded = trained(lambda _: None, code, dtype).state_digests()
+            assert optimizer.state_digests() == expected, (name, mode)
+            assert bool(optimizer.stats()["buckets_speculated"]) == (mode == "always") or mode == "adaptive"
+    rounded = trained(as_it_is, code, dtype).state_digests()
     assert rounded["master"] != expected["master"], "these gradients are none that the parameters' dtype could hold"
 
 
-@pytest.mark.parametrize("norm", [None, 0.05])
-@pytest.mark.parametrize("mode", ["always", "never"])
-@pytest.mark.parametrize("source", [declared, by_kernels])
-def test_as_torch_on_fp32_copies_with_the_same_gradients(source: Any, mode: str, norm: float | None) -> None:
+@pytest.mark.parametrize(("source", "mode", "norm"), [(declared, "never", None), (by_kernels, "always", 0.05)])
+def test_as_torch_on_fp32_copies_with_the_same_gradients(source: Source, mode: str, norm: float | None) -> None:
     model = model_of(torch.bfloat16)
     source(model)
     copies = [param.detach().float().requires_grad_() for param in model.parameters()]
     theirs = torch.optim.AdamW(copies, lr=1e-3)
     optimizer = AdamW(model.parameters(), lr=1e-3, max_grad_norm=norm, speculation=mode, threads=2, bucket_numel=256)
     with optimizer:
-        for seed in range(50):
+        for seed in range(30):
             optimizer.zero_grad()
             precise_loss(model, seed).backward()
             for copy, param in zip(copies, model.parameters(), strict=True):
@@ -133,28 +126,8 @@ def test_as_torch_on_fp32_copies_with_the_same_gradients(source: Any, mode: str,
             theirs.step()
         for copy, param in zip(copies, model.parameters(), strict=True):
             master = optimizer.state[param]["master"]
-            assert_close_to_torch(master, copy.detach(), 50 * 1e-3)
+            assert_close_to_torch(master, copy.detach(), 30 * 1e-3)
             assert torch.equal(param.detach(), master.to(torch.bfloat16))
-
-
-@pytest.mark.parametrize("unscale", [True, False])
-def test_grad_scaler_on_fp16_parameters(unscale: bool) -> None:
-    """torch's refuses to unscale fp16 gradients; these it can."""
-
-    def code(model: nn.Module, optimizer: Any) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-        for seed in range(6):
-            optimizer.zero_grad()
-            loss = precise_loss(model, seed) * (torch.inf if seed == 3 else 1.0)
-            scaler.scale(loss).backward()
-            if unscale:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-
-    always, never = (trained(declared, code, torch.float16, speculation=mode) for mode in ("always", "never"))
-    assert always.state_digests() == never.state_digests()
-    assert [one.stats()["steps"] for one in (always, never)] == [5, 5]
 
 
 def test_a_bucket_has_gradients_of_one_dtype_and_bytes_are_counted() -> None:
@@ -167,15 +140,6 @@ def test_a_bucket_has_gradients_of_one_dtype_and_bytes_are_counted() -> None:
         dtypes = [{piece.shard.gradient_dtype for piece in bucket.pieces} for bucket in optimizer._engine.buckets]
         assert sorted(map(str, dtypes)) == ["{torch.bfloat16}", "{torch.float32}"]
         assert optimizer.stats()["bytes_down"] == 3 * (2 * all_of_them + 2 * wide)
-
-
-def test_what_is_said_after_the_optimizer_was_made_counts_at_the_first_gradient() -> None:
-    expected = trained(declared, _plain, torch.bfloat16).state_digests()
-    model = model_of(torch.bfloat16)
-    with AdamW(model.parameters(), lr=1e-2, threads=2, bucket_numel=1024, speculation="always") as optimizer:
-        declared(model)
-        steps(model, optimizer)
-        assert optimizer.state_digests() == expected
 
 
 def test_a_gradient_that_is_wider_than_was_said() -> None:
@@ -247,61 +211,17 @@ def test_too_late_in_a_step() -> None:
         assert optimizer.stats()["steps"] == 2
 
 
-def test_a_wider_gradient_than_in_the_steps_before_is_an_error() -> None:
-    model = model_of(torch.bfloat16)
-    with AdamW(model.parameters(), threads=2) as optimizer:
-        steps(model, optimizer, range(2))
-        before = optimizer.state_digests()
-        optimizer.zero_grad()
-        declared(model)
-        with pytest.raises(ArgumentError, match=r"float32, and torch.bfloat16 was expected, as in the steps before"):
-            batch(model, 3).backward()
-        optimizer.zero_grad()
-        assert optimizer.state_digests() == before
-
-
-def test_a_frozen_parameter_comes_with_its_own_dtype() -> None:
-    def code(model: nn.Module, optimizer: AdamW) -> None:
-        first = next(model.parameters())
-        first.requires_grad_(False)
-        steps(model, optimizer, range(2))
-        first.requires_grad_(True)
-        of_any_dtype(model)
-        steps(model, optimizer, range(2, 5))
-
-    digests = [trained(declared, code, torch.bfloat16, speculation=mode).state_digests() for mode in MODES]
-    assert digests[0] == digests[1] == digests[2]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_dtypes_that_no_kernel_reads_are_refused(dtype: torch.dtype) -> None:
-    model = model_of(torch.bfloat16)
-    next(model.parameters()).grad_dtype = dtype
-    with pytest.raises(ArgumentError, match=rf"grad_dtype is {dtype}, expected .* torch.bfloat16, or float32"):
-        AdamW(model.parameters())
-    wide = model_of(torch.float32)
-    next(wide.parameters()).grad_dtype = torch.bfloat16
-    with pytest.raises(ArgumentError, match=r"grad_dtype is torch.bfloat16, expected .* torch.float32"):
-        AdamW(wide.parameters())
-
-
-def test_memory_that_is_refused_while_buckets_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step is made of the gradients that are there once there is memory again."""
-    expected = trained(declared, _plain, torch.bfloat16).state_digests()
-    model = model_of(torch.bfloat16)
-    with AdamW(model.parameters(), lr=1e-2, threads=2, bucket_numel=1024, speculation="always") as optimizer:
-        declared(model)
-        link = optimizer._engine.link
-
-        def refuse(bucket: Any) -> None:
-            raise HostMemoryError("refused, as a test has asked for")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(link, "attach", refuse)
-            with pytest.raises(HostMemoryError):
-                precise_loss(model, 0).backward()
-        steps(model, optimizer)
-        assert optimizer.state_digests() == expected
+def test_dtypes_that_no_kernel_reads_are_refused() -> None:
+    refused = [
+        (torch.bfloat16, torch.float64, "torch.bfloat16, or float32"),
+        (torch.bfloat16, torch.float16, "torch.bfloat16, or float32"),
+        (torch.float32, torch.bfloat16, "torch.float32"),
+    ]
+    for own, declared_as, expected in refused:
+        model = model_of(own)
+        next(model.parameters()).grad_dtype = declared_as
+        with pytest.raises(ArgumentError, match=rf"grad_dtype is {declared_as}, expected .* {expected}"):
+            AdamW(model.parameters())
 
 
 def test_memory_that_is_refused_with_gradients_in_hand() -> None:
@@ -334,42 +254,29 @@ def test_memory_that_is_refused_with_gradients_in_hand() -> None:
     assert digests[0] == digests[1]
 
 
-def test_memory_that_is_refused_once_and_a_new_backward() -> None:
-    """What had arrived before is forgotten: no shard is laid out twice, and the bits are those of a run without it."""
-    digests = []
-    for refuses in (False, True):
-        model = model_of(torch.bfloat16)
-        _after_arrivals(2, model, partial(_first_three_declared, model))
-        options: Any = {"lr": 1e-2, "threads": 2, "bucket_numel": 4096, "speculation": "never"}
-        with over_host_link(), AdamW(model.parameters(), **options) as optimizer:
-            refused = mock.patch.object(optimizer._engine.link, "prepare", side_effect=HostMemoryError("refused"))
-            if refuses:
-                with refused, pytest.raises(HostMemoryError, match="refused"):
-                    precise_loss(model, 0).backward()
-                optimizer.zero_grad()
-            steps(model, optimizer)
-            engine = optimizer._engine
-            assert sum(bucket.numel for bucket in engine.buckets) == sum(shard.numel for shard in engine.shards)
-            digests.append(optimizer.state_digests())
-    assert digests[0] == digests[1]
+FP32_SUMS = {"accumulate_dtype": "fp32"}
 
 
-@pytest.mark.parametrize("sources", [(declared, as_it_is), (as_it_is, declared), (by_kernels, declared)])
-def test_checkpoints_do_not_depend_on_it(sources: tuple[Source, Source]) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "options"),
+    [
+        (as_it_is, declared, ({}, {})),
+        (by_kernels, declared, ({}, {})),
+        (as_it_is, as_it_is, (FP32_SUMS, {})),
+        (as_it_is, as_it_is, ({}, FP32_SUMS)),
+    ],
+)
+def test_checkpoints_do_not_depend_on_it(
+    before: Source, after: Source, options: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
     """Saved with gradients of one dtype, loaded for those of another: what is saved is the same."""
-    check_checkpoint(*sources)
+    check_checkpoint(before, after, options)
 
 
 def test_the_kernel_alone_takes_them_too() -> None:
-    expected = trained(declared, _plain, torch.bfloat16).state_digests()["published"]
+    expected = trained(declared, _plain, torch.bfloat16)
     model = model_of(torch.bfloat16)
     declared(model)
-    optimizer = CPUAdamW(model.parameters(), lr=1e-2)
-    steps(model, optimizer)  # type: ignore[arg-type]  # is used like ours
-    ours = model_of(torch.bfloat16)
-    declared(ours)
-    with AdamW(ours.parameters(), lr=1e-2, threads=2) as other:
-        steps(ours, other)
-        assert other.state_digests()["published"] == expected
-    for one, another in zip(model.parameters(), ours.parameters(), strict=True):
-        assert torch.equal(one, another)
+    steps(model, CPUAdamW(model.parameters(), lr=1e-2))  # type: ignore[arg-type]  # is used like ours
+    for param, state in zip(model.parameters(), expected.state.values(), strict=True):
+        assert torch.equal(param, state["master"].bfloat16())
