@@ -100,28 +100,15 @@ def axolotl_trainer(folder: Path, **options: Any) -> Any:
     )
 
 
-def groups_of(optimizer: Any) -> list[tuple[int, float, float]]:
-    return [(len(group["params"]), group["weight_decay"], group["initial_lr"]) for group in optimizer.param_groups]
-
-
-GROUPS: dict[str, dict[str, Any]] = {
-    "Trainer's groups": {},
-    "embedding_lr": {"embedding_lr": 5e-4},
-    "lr_groups": {"lr_groups": [{"name": "mlp", "modules": ["mlp"], "lr": 1e-3}]},
-}
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_axolotls_trainer_trains_as_without_the_plugin(name: str, tmp_path: Path, manager: Any) -> None:
+def test_axolotls_trainer_trains_as_without_the_plugin(tmp_path: Path, manager: Any) -> None:
     runs = {}
     for mode in (None, "never", "always"):
-        trainer = axolotl_trainer(tmp_path, **GROUPS[name])
+        trainer = axolotl_trainer(tmp_path)
         if mode is not None:
             section = {**OURS, "speculation": mode, "metrics": "all"}
             manager.post_trainer_create(configured(superoffload=section), trainer)
         trainer.train()
         runs[mode] = trainer
-    assert groups_of(runs["always"].optimizer) == groups_of(runs[None].optimizer)
     ours, theirs = logs_of(runs["always"]), logs_of(runs[None])
     assert len(ours) == len(theirs) == 6
     for mine, other in zip(ours, theirs, strict=True):
@@ -133,33 +120,41 @@ def test_axolotls_trainer_trains_as_without_the_plugin(name: str, tmp_path: Path
     assert end(runs["always"]) == end(runs["never"])
 
 
-def test_without_a_section_the_defaults_hold(tmp_path: Path, manager: Any) -> None:
-    trainer = axolotl_trainer(tmp_path, max_steps=1)
-    manager.post_trainer_create(configured(), trainer)
-    trainer.train()
-    assert isinstance(trainer.optimizer.optimizer, AdamW)
-    end(trainer)
+GROUPS: list[dict[str, Any]] = [
+    {},
+    {"embedding_lr": 5e-4},
+    {"lr_groups": [{"name": "mlp", "modules": ["mlp"], "lr": 1e-3}]},
+]
 
 
-def test_the_section_has_every_argument_that_yaml_can_express() -> None:
+def test_groups_are_those_without_the_plugin(tmp_path: Path, manager: Any) -> None:
+    """Here without a section, so that the defaults hold."""
+    for options in GROUPS:
+        found = []
+        for plugged in (True, False):
+            trainer = axolotl_trainer(tmp_path, **options)
+            if plugged:
+                manager.post_trainer_create(configured(), trainer)
+            optimizer = trainer.create_optimizer()
+            assert isinstance(optimizer, AdamW) == plugged
+            groups = optimizer.param_groups
+            found.append([(len(group["params"]), group["weight_decay"], group["lr"]) for group in groups])
+            getattr(optimizer, "close", lambda: None)()
+        assert found[0] == found[1]
+
+
+def test_the_section_has_every_argument_that_yaml_can_express_and_its_words() -> None:
     from superoffload.integrations.axolotl import Options
 
     of_trainer = {"params", "lr", "betas", "eps", "weight_decay", "max_grad_norm", "module", "model"}
     arguments = set(inspect.signature(AdamW).parameters) - of_trainer - {"process_group", "torchs"}
     assert set(Options.model_fields) == arguments | {"metrics", "sleep"}
-
-
-def test_words_of_the_section_are_those_of_the_optimizer() -> None:
-    from superoffload.integrations.axolotl import Options
-
     tried = 0
-    for name, field in Options.model_fields.items():
-        if name in ("metrics", "placement", "replicated", "delivery"):
-            continue
-        for word in {word for part in get_args(field.annotation) for word in get_args(part) if isinstance(word, str)}:
-            param = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    for name in ("speculation", "rank_check", "state_dtype", "master_dtype", "accumulate_dtype"):
+        parts = get_args(Options.model_fields[name].annotation)
+        for word in {word for part in parts for word in get_args(part) if isinstance(word, str)}:
             given: dict[str, Any] = {name: word}
-            AdamW([param], threads=1, **given).close()
+            AdamW([torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))], threads=1, **given).close()
             tried += 1
     assert tried > 8
 
@@ -188,17 +183,13 @@ def test_what_does_not_fit_is_told_with_the_configuration(name: str) -> None:
     assert words in str(caught.value)
 
 
-def test_another_optimizer_that_the_trainer_was_given_stays_no_secret(tmp_path: Path, manager: Any) -> None:
+def test_fsdp2_is_accepted_and_another_optimizer_of_the_trainer_is_not(tmp_path: Path, manager: Any) -> None:
     """Axolotl gives its own optimizers to the trainer's constructor and leaves ``args.optim`` at AdamW."""
-    cfg = configured()
+    cfg = configured(fsdp_config={"reshard_after_forward": True}, fsdp_version=2)
     trainer = axolotl_trainer(tmp_path)
     trainer.optimizer_cls_and_kwargs = (torch.optim.SGD, {"lr": 1.0})
     with pytest.raises(ArgumentError, match=r"optimizer_cls_and_kwargs has SGD, expected None"):
         manager.post_trainer_create(cfg, trainer)
-
-
-def test_fsdp2_is_accepted() -> None:
-    assert configured(fsdp_config={"reshard_after_forward": True}, fsdp_version=2).fsdp_version == 2
 
 
 @needs("triton", "bitsandbytes", "numba", "wandb", "posthog", "fastcore", "evaluate", "kernels")
@@ -208,10 +199,11 @@ def test_the_command(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     model_of().save_pretrained(tmp_path / "model")
-    tokenizer = tokenizer_of()
-    tokenizer.save_pretrained(tmp_path / "model")
+    tokenizer_of().save_pretrained(tmp_path / "model")
     lines = [{"text": " ".join(f"w{2 + (i + j) % 95}" for j in range(24))} for i in range(64)]
     (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    more = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **more, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     weights = {}
     for mode in (None, "never", "always"):
         added: dict[str, Any] = {"superoffload": {**OURS, "speculation": mode}} if mode else {"plugins": []}
@@ -221,10 +213,6 @@ def test_the_command(tmp_path: Path) -> None:
             "save_strategy": "no", "logging_steps": 1, "seed": 3, "dataset_prepared_path": "prepared", **added,
         }  # fmt: skip
         (tmp_path / "config.yml").write_text(json.dumps(config))  # which is YAML too
-        environment = {
-            **os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-        }  # fmt: skip
         shown = subprocess.run(
             [sys.executable, "-m", "axolotl.cli.train", "config.yml"], cwd=tmp_path, env=environment, text=True,
             capture_output=True, timeout=200,

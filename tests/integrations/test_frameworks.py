@@ -38,49 +38,44 @@ def compare(train: Callable[[Make], tuple[nn.Module, Any]]) -> None:
     assert_trained_alike(found["always"][0], found["torch"][0])
 
 
-def accelerated(make: Make, folder: Path | None = None) -> tuple[nn.Module, Any]:
-    """Accumulation, clipping by Accelerate, a scheduler; saved and loaded in the middle."""
+def accelerator_of(**options: Any) -> Any:
     accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'superoffload[transformers]'")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = model_of()
-    inner = make(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(inner, 2, 0.5)
-    model, optimizer, scheduler = accelerator.prepare(model, inner, scheduler)
-    for seed in range(10):
-        if folder is not None and seed == 4:
-            accelerator.save_state(str(folder))
-        with accelerator.accumulate(model):
-            accelerator.backward(batch(model, seed))
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        if folder is not None and seed == 7:  # back to the fourth, and once more
-            accelerator.load_state(str(folder))
-            folder = None
-    return accelerator.unwrap_model(model), inner
+    return accelerate.Accelerator(cpu=True, **options)
 
 
 @compat("Accelerate: prepare, accumulate, clip_grad_norm_", "single")
 @compat("Accelerate: prepare, accumulate, clip_grad_norm_", "stand_in", note=SLOWER)
-def test_accelerate() -> None:
-    compare(accelerated)
+def test_accelerate(tmp_path: Path) -> None:
+    """Accumulation, clipping by Accelerate, a scheduler; saved, and loaded a few steps later."""
 
+    def train(make: Make) -> tuple[nn.Module, Any]:
+        accelerator = accelerator_of(gradient_accumulation_steps=2)
+        model = model_of()
+        inner = make(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 2, 0.5)
+        model, optimizer, scheduler = accelerator.prepare(model, inner, scheduler)
+        for seed in range(10):
+            if seed == 4:
+                accelerator.save_state(str(tmp_path / str(id(make))))
+            with accelerator.accumulate(model):
+                accelerator.backward(batch(model, seed))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if seed == 7:  # back to the fourth
+                accelerator.load_state(str(tmp_path / str(id(make))))
+        return accelerator.unwrap_model(model), inner
 
-@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "single")
-@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "stand_in", note=SLOWER)
-def test_accelerate_save_and_load(tmp_path: Path) -> None:
-    compare(lambda make: accelerated(make, tmp_path / str(id(make))))
+    compare(train)
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 def test_accelerates_scheduler_does_not_move_after_a_skipped_step(precision: str) -> None:
     """Without a scaler of Accelerate's, too, and also with one that leaves it to us to skip."""
-    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'superoffload[transformers]'")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator = accelerator_of()
     stock = accelerator.prepare(torch.optim.AdamW(model_of().parameters()))
     if precision == "fp16":  # it makes none on the CPU
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -140,8 +135,11 @@ def lightning_trainer(lightning: Any, folder: Path, **options: Any) -> Any:
 
 @compat("Lightning: automatic and manual optimization", "single")
 @compat("Lightning: automatic and manual optimization", "stand_in", note=SLOWER)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
+@pytest.mark.parametrize(
+    ("automatic", "precision"),
+    [(True, "32-true"), (False, "32-true"), (False, "bf16-mixed"), (True, "16-mixed")],
+    ids=["automatic", "manual", "manual-bf16", "automatic-fp16"],
+)
 def test_lightning(automatic: bool, precision: Any, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
     from lightning.pytorch.plugins import MixedPrecision

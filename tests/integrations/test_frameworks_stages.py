@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,18 +51,15 @@ def unequal_stages(framework: str, folder: str) -> str:
     from tests.support.trl_trainers import generating, sft
 
     stage = partial(model_of, layers=1 + dist.get_rank())
-    makers: dict[str, Callable[[], Any]] = {
-        "Trainer": lambda: trainer_of(Path(folder), stage(), None),
-        "SFT": lambda: sft(folder, stage),
-        "GRPO": lambda: generating("GRPO", folder, stage),
-        "RLOO": lambda: generating("RLOO", folder, stage),
-    }
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         if framework == "Accelerate":
             plain = net(torch.float32, layers=1 + dist.get_rank())
             return error_of(lambda: accelerate.Accelerator(cpu=True).prepare(plain))
-        trainer = makers[framework]()
+        if framework == "Trainer":
+            trainer = trainer_of(Path(folder), stage(), None)
+        else:
+            trainer = sft(folder, stage) if framework == "SFT" else generating(framework, folder, stage)
         offload(trainer, threads=1)
         return error_of(trainer.train)
     finally:
@@ -82,7 +78,6 @@ def refused_row(framework: str, row: str, error: str, *packages: str) -> Any:
         refused_row("Trainer", "Hugging Face Trainer, and its resume", NOT_NAMED),
         refused_row("SFT", "TRL's SFTTrainer", NOT_NAMED, "trl", "datasets"),
         refused_row("GRPO", GENERATING, NOT_NAMED, "trl", "datasets"),
-        refused_row("RLOO", GENERATING, NOT_NAMED, "trl", "datasets"),
     ],
 )
 def test_what_knows_no_stages_refuses_them(framework: str, refusal: Refusal, tmp_path: Path) -> None:

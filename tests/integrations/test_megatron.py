@@ -29,19 +29,22 @@ from tests.support.optional_packages import needs
 pytestmark = needs("megatron")
 
 SHAPES = [(33, 70), (5,), (), (1500,), (64, 64)]
-OVERLAP = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
-DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _disabled_at_the_end() -> Iterator[None]:
+    yield
+    adapter.disable()
 
 
 @pytest.fixture(autouse=True)
 def _enabled() -> Iterator[None]:
+    """At once where the test before has left it enabled."""
     with without_streams():
         megatron("megatron.core.optimizer")
         adapter.enable(threads=2)
-        try:
-            yield
-        finally:
-            adapter.disable()
+        yield
 
 
 def ours() -> type:
@@ -79,12 +82,16 @@ def kept(optimizer: Any, params: list[Any]) -> list[Tensor]:
     return [one for p in params for one in (p, *(optimizer.state[p][name] for name in sorted(optimizer.state[p])))]
 
 
+def copy_values(params: list[Any], values: list[Any]) -> None:
+    with torch.no_grad():
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)
+
+
 # ---- steps ------------------------------------------------------------------------------------------------------
 
 
-@OVERLAP
-@DTYPE
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize(("overlap", "dtype", "fraction"), [(True, FP32, 0.5), (True, BF16, 1.0), (False, BF16, 0.5)])
 def test_it_steps_as_with_torchs_class(overlap: bool, dtype: torch.dtype, fraction: float) -> None:
     """With ``fraction`` 0.5 the rest is stepped by the GPU's optimizer, which is torch's in both."""
     results = []
@@ -106,23 +113,22 @@ def test_it_steps_as_with_torchs_class(overlap: bool, dtype: torch.dtype, fracti
         assert torch.equal(a, state["master_param"].to(dtype))
 
 
-def trained_bits(**options: Any) -> Any:
-    """Parameters and state after five steps."""
-    params = parameters(SHAPES, torch.bfloat16)
-    optimizer = hybrid(ours(), groups(params), **options)
-    train(optimizer, params, range(5))
-    return bits(kept(optimizer, params))
+def test_how_it_is_built_and_how_torch_loops_change_no_bit() -> None:
+    found = []
+    for options in ({}, {"overlap_cpu_optimizer_d2h_h2d": False}, {"fused": False}, {"fused": None}):
+        params = parameters(SHAPES, BF16)
+        optimizer = hybrid(ours(), groups(params), **options)
+        train(optimizer, params, range(5))
+        found.append(bits(kept(optimizer, params)))
+    assert found == [found[0]] * 4
 
 
-def test_both_ways_to_build_it_give_the_same_bits() -> None:
-    assert trained_bits(overlap_cpu_optimizer_d2h_h2d=True) == trained_bits(overlap_cpu_optimizer_d2h_h2d=False)
-
-
-def test_two_hundred_parameters_and_the_threads_of_one_optimizer() -> None:
+def test_many_parameters_and_the_threads_of_one_optimizer() -> None:
+    gc.collect()  # threads of the tests before
     before = set(worker_threads())
-    params = parameters([(10,)] * 200, torch.bfloat16)
+    params = parameters([(10,)] * 40, BF16)
     optimizer = hybrid(ours(), [{"params": params}])
-    assert len(optimizer.cpu_optimizers) == 200
+    assert len(optimizer.cpu_optimizers) == 40
     train(optimizer, params, range(2))
     worker_threads_when(len(before) + 1)
     optimizer.load_state_dict(optimizer.state_dict())  # makes all of them anew
@@ -136,51 +142,40 @@ def test_two_hundred_parameters_and_the_threads_of_one_optimizer() -> None:
 # ---- checkpoints ------------------------------------------------------------------------------------------------
 
 
-@OVERLAP
-@pytest.mark.parametrize(
-    ("dtype", "fp32"), [(torch.float32, False), (torch.bfloat16, True)], ids=["fp32", "bf16_updated_in_fp32"]
-)
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(overlap: bool, dtype: torch.dtype, fp32: bool) -> None:
+@pytest.mark.parametrize(("overlap", "dtype"), [(False, FP32), (True, BF16)])
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(overlap: bool, dtype: torch.dtype) -> None:
+    fp32 = dtype is BF16
     options = {"overlap_cpu_optimizer_d2h_h2d": overlap, "param_update_in_fp32": fp32}
     whole = parameters(SHAPES, dtype)
     never_stopped = hybrid(ours(), groups(whole), **options)
-    train(never_stopped, whole, range(9))
-
-    first = parameters(SHAPES, dtype)
-    stopped = hybrid(ours(), groups(first), **options)
-    train(stopped, first, range(4))
+    train(never_stopped, whole, range(4))
     file = io.BytesIO()
-    torch.save({"optimizer": stopped.state_dict(), "model": [p.detach() for p in first]}, file)
+    torch.save({"optimizer": never_stopped.state_dict(), "model": [p.detach() for p in whole]}, file)
+    train(never_stopped, whole, range(4, 9))
+
     file.seek(0)
     saved = torch.load(file, weights_only=False)
-
-    second = parameters(SHAPES, dtype, seed=1)
-    resumed = hybrid(ours(), groups(second), **options)
-    with torch.no_grad():
-        for param, value in zip(second, saved["model"], strict=True):
-            param.copy_(value)
+    params = parameters(SHAPES, dtype, seed=1)
+    resumed = hybrid(ours(), groups(params), **options)
+    copy_values(params, saved["model"])
     if fp32:
         resumed.dummy_step()  # as Megatron's DistributedOptimizer does before it loads
-        with torch.no_grad():
-            for param, value in zip(second, saved["model"], strict=True):
-                param.copy_(value)
+        copy_values(params, saved["model"])
     resumed.load_state_dict(saved["optimizer"])
-    train(resumed, second, range(4, 9))
-    assert bits(kept(resumed, second)) == bits(kept(never_stopped, whole))
+    train(resumed, params, range(4, 9))
+    assert bits(kept(resumed, params)) == bits(kept(never_stopped, whole))
 
 
 @pytest.mark.parametrize("from_torch", [True, False])
 def test_checkpoints_go_between_torchs_class_and_ours(from_torch: bool) -> None:
     classes = (torch.optim.AdamW, ours()) if from_torch else (ours(), torch.optim.AdamW)
-    first, second = (parameters(SHAPES, torch.float32) for _ in range(2))
+    first, second = (parameters(SHAPES, FP32) for _ in range(2))
     saver, loader = (
         hybrid(one, groups(params), param_update_in_fp32=False)
         for one, params in zip(classes, (first, second), strict=True)
     )
     total = train(saver, first, range(4))
-    with torch.no_grad():
-        for a, b in zip(second, first, strict=True):
-            a.copy_(b)
+    copy_values(second, first)
     loader.load_state_dict(copy.deepcopy(saver.state_dict()))
     for params, optimizer in ((first, saver), (second, loader)):
         more = train(optimizer, params, range(4, 7))
@@ -192,7 +187,7 @@ def test_checkpoints_go_between_torchs_class_and_ours(from_torch: bool) -> None:
 @pytest.mark.parametrize("with_apex_or_te", [True, False])
 def test_megatrons_distributed_optimizer_saves_the_number_of_steps(with_apex_or_te: bool) -> None:
     """With Apex or Transformer Engine it asks only optimizers that are a ``torch.optim.AdamW``; without it, all."""
-    params = parameters(SHAPES, torch.bfloat16)
+    params = parameters(SHAPES, BF16)
     optimizer = hybrid(ours(), groups(params))
     train(optimizer, params, range(3))
     module = megatron("megatron.core.optimizer.distrib_optimizer")
@@ -203,7 +198,7 @@ def test_megatrons_distributed_optimizer_saves_the_number_of_steps(with_apex_or_
 
 def test_one_step_for_the_state_of_all_parameters() -> None:
     """As Megatron's DistributedOptimizer loads it where there is neither Apex nor Transformer Engine."""
-    params = parameters(SHAPES, torch.float32)
+    params = parameters(SHAPES, FP32)
     optimizer = hybrid(ours(), groups(params), param_update_in_fp32=False, overlap_cpu_optimizer_d2h_h2d=False)
     train(optimizer, params, range(2))
     saved = optimizer.state_dict()
@@ -231,84 +226,52 @@ def test_enable_twice_and_disable() -> None:
     assert not adapter.is_enabled()
 
 
-@pytest.mark.parametrize("version", ["0.14.0", "0.17.0", "1.0.0rc1", "core_v0.16.1"])
-def test_versions_that_were_not_tried_are_refused(version: str) -> None:
-    adapter.disable()
-    with (
-        mock.patch("megatron.core.__version__", version),
-        pytest.raises(ArgumentError, match=f"megatron-core {version}"),
-    ):
+def test_another_package_keeps_what_it_has_put_in_our_place_or_before_us() -> None:
+    theirs = megatron("megatron.core.optimizer")
+    with mock.patch.object(theirs, "CPUAdam", torch.optim.Adam):
+        adapter.disable()
+        assert theirs.CPUAdam is torch.optim.Adam
+        with pytest.raises(StateError, match=r"CPUAdam is .*Adam.*expected torch\.optim\.AdamW"):
+            adapter.enable()
+        assert not adapter.is_enabled()
+    theirs.CPUAdam = torch.optim.AdamW  # mock has put ours back
+
+
+def refuses_to_enable(error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
         adapter.enable()
     assert not adapter.is_enabled() and megatron("megatron.core.optimizer").CPUAdam is torch.optim.AdamW
 
 
-def test_a_class_of_somebody_else_is_not_replaced() -> None:
+def test_where_it_cannot_be_enabled() -> None:
     adapter.disable()
-    with mock.patch("megatron.core.optimizer.CPUAdam", torch.optim.Adam):
-        with pytest.raises(StateError, match=r"CPUAdam is .*Adam.*expected torch\.optim\.AdamW"):
-            adapter.enable()
-        assert not adapter.is_enabled()
-
-
-def test_an_optimizer_that_exists_already_is_an_error() -> None:
-    adapter.disable()
-    existing = hybrid(torch.optim.AdamW, groups(parameters(SHAPES, torch.float32)))
-    with pytest.raises(StateError, match=r"exists already.*before get_megatron_optimizer"):
-        adapter.enable()
-    assert not adapter.is_enabled()
-    del existing
-    adapter.enable()
-
-
-def test_without_megatron_the_error_says_what_to_install() -> None:
-    adapter.disable()
-    error = ModuleNotFoundError("No module named 'megatron'", name="megatron")
-    with (
-        mock.patch("superoffload.integrations.megatron.import_module", side_effect=error),
-        pytest.raises(ArgumentError, match="pip install 'megatron-core=="),
-    ):
-        adapter.enable()
+    for version in ("0.14.0", "0.17.0", "1.0.0rc1", "core_v0.16.1"):
+        with mock.patch("megatron.core.__version__", version):
+            refuses_to_enable(ArgumentError, f"megatron-core {version}")
+    missing = ModuleNotFoundError("No module named 'megatron'", name="megatron")
+    with mock.patch("superoffload.integrations.megatron.import_module", side_effect=missing):
+        refuses_to_enable(ArgumentError, "pip install 'megatron-core==")
+    existing = hybrid(torch.optim.AdamW, groups(parameters(SHAPES, FP32)))
+    refuses_to_enable(StateError, r"exists already.*before get_megatron_optimizer")
+    del existing  # in time for the next test
 
 
 # ---- what is refused --------------------------------------------------------------------------------------------
 
 
-@OVERLAP
-def test_no_bias_correction_is_refused(overlap: bool) -> None:
-    params = parameters(SHAPES, torch.float32)
-    refused = r"bias_correction=False.*always corrected"
-    with pytest.raises(ArgumentError, match=refused):
-        hybrid(ours(), groups(params), overlap_cpu_optimizer_d2h_h2d=overlap, bias_correction=False)
-    optimizer = hybrid(ours(), groups(params), overlap_cpu_optimizer_d2h_h2d=overlap)
-    for group in optimizer.param_groups:
-        group["bias_correction"] = False
-    with pytest.raises(ArgumentError, match=refused):
-        train(optimizer, params, range(1))
-
-
-def test_low_precision_that_is_not_updated_in_fp32_is_refused() -> None:
-    """Megatron's class would load state rounded to bf16."""
-    params = parameters(SHAPES, torch.bfloat16)
+def test_options_that_are_refused() -> None:
+    """Among them bf16 that is not updated in fp32: Megatron's class would load state rounded to bf16."""
+    params = parameters(SHAPES, FP32)
     with pytest.raises(ArgumentError, match=r"param_update_in_fp32=False with a torch\.bfloat16 parameter"):
-        hybrid(ours(), groups(params), param_update_in_fp32=False)
-
-
-@pytest.mark.parametrize("fused", [True, False, None])
-def test_how_torch_loops_changes_nothing(fused: bool | None) -> None:
-    assert trained_bits(fused=True) == trained_bits(fused=fused)
-
-
-def test_another_algorithm_is_refused() -> None:
-    params = parameters(SHAPES, torch.float32)
+        hybrid(ours(), groups(parameters(SHAPES, BF16)), param_update_in_fp32=False)
     with pytest.raises(UnknownArgument, match="amsgrad=True"):
         hybrid(ours(), groups(params), amsgrad=True)
-
-
-def test_another_package_keeps_what_it_has_put_in_our_place() -> None:
-    theirs = megatron("megatron.core.optimizer")
-    theirs.CPUAdam = torch.optim.Adam
-    try:
-        adapter.disable()
-        assert theirs.CPUAdam is torch.optim.Adam and not adapter.is_enabled()
-    finally:
-        theirs.CPUAdam = torch.optim.AdamW
+    refused = r"bias_correction=False.*always corrected"
+    for overlap in (True, False):
+        with pytest.raises(ArgumentError, match=refused):
+            hybrid(ours(), groups(params), overlap_cpu_optimizer_d2h_h2d=overlap, bias_correction=False)
+        optimizer = hybrid(ours(), groups(params), overlap_cpu_optimizer_d2h_h2d=overlap)
+        for group in optimizer.param_groups:
+            group["bias_correction"] = False
+        with pytest.raises(ArgumentError, match=refused):
+            train(optimizer, params, range(1))

@@ -23,43 +23,65 @@ from tests.support.trl_trainers import sft
 pytestmark = pytest.mark.skipif(transformers is None, reason=NEEDS)
 
 
-@compat("Hugging Face Trainer, and its resume", "single", "stand_in")
-@only_over_stand_in(family="llama")
-@pytest.mark.parametrize("family", ["llama", "qwen", "gpt-oss"])
-def test_trainer(family: str, tmp_path: Path) -> None:
-    accumulated = {"gradient_accumulation_steps": 2} if family == "llama" else {}
-    runs = {}
-    for mode in ("always", "never", None):
-        trainer = trainer_of(tmp_path, model_of(family), mode, **accumulated)
-        trainer.train()
-        runs[mode] = (trainer, logs_of(trainer))
-    assert end(runs["always"][0]) == end(runs["never"][0])
-    ours, theirs = runs["always"][1], runs[None][1]
-    assert len(ours) == len(theirs) == 10
+def offload(trainer: Any, **options: Any) -> None:
+    from superoffload.integrations import transformers as adapter
+
+    adapter.offload(trainer, **options)
+
+
+def check_curves(runs: dict[str | None, Any]) -> None:
+    """Of runs that speculate "always", "never", and of torch's AdamW (None): our bits are the same, losses torch's."""
+    ours, theirs = logs_of(runs["always"]), logs_of(runs[None])
+    assert len(ours) == len(theirs) == runs[None].args.max_steps
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=2e-3)
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-2)
         assert mine["learning_rate"] == other["learning_rate"]
-    assert any(entry["grad_norm"] > 1.0 for entry in ours)  # so that clipping is compared too
-    assert ours[-1]["loss"] < ours[0]["loss"]
+    assert ours[-1]["loss"] < ours[0]["loss"] and ours[-1]["superoffload/skipped_steps"] == 0
+    clipped = sum(entry["grad_norm"] > 1.0 for entry in ours)
+    assert 0 < clipped / len(ours) == pytest.approx(ours[-1]["superoffload/clip_rate"])
+    assert end(runs["always"]) == end(runs["never"])
 
 
+@compat("Hugging Face Trainer, and its resume", "single", "stand_in")
+@only_over_stand_in(family="llama")
 @pytest.mark.parametrize("family", ["llama", "qwen", "gpt-oss"])
+def test_trainer(family: str, tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 2} if family == "llama" else {"max_steps": 5}
+    runs: dict[str | None, Any] = {}
+    for mode in ("always", "never", None):
+        runs[mode] = trainer_of(tmp_path, model_of(family), mode, **options)
+        runs[mode].train()
+    check_curves(runs)
+
+
+@compat("TRL's SFTTrainer", "single", "stand_in")
+@needs("trl", "datasets")
+def test_sft_trainer(tmp_path: Path) -> None:
+    runs: dict[str | None, Any] = {}
+    for mode in ("always", "never", None):
+        runs[mode] = sft(tmp_path, partial(model_of, "llama"), max_steps=6, max_grad_norm=1.0)
+        if mode is not None:
+            offload(runs[mode], speculation=mode, threads=1)
+        runs[mode].train()
+    check_curves(runs)
+
+
+@pytest.mark.parametrize("family", ["qwen", "gpt-oss"])
 def test_delivery_on_demand(family: str, tmp_path: Path) -> None:
     """Evaluations and checkpoints on the way included; nothing reads a parameter too early."""
     digests, losses = [], []
     for delivery in ("eager", "on_demand"):
-        trainer = trainer_of(tmp_path, model_of(family), None, eval_steps=4, save_strategy="steps", save_steps=5)
+        saving = {"save_strategy": "steps", "save_steps": 4}
+        trainer = trainer_of(tmp_path, model_of(family), None, max_steps=6, eval_steps=3, **saving)
         trainer.args.eval_strategy = "steps"
         trainer.eval_dataset = torch.utils.data.Subset(Counting(), range(8))
-        from superoffload.integrations.transformers import offload
-
         offload(trainer, speculation="never", threads=1, delivery=delivery)
         trainer.train()
         losses.append([entry.get("eval_loss", entry.get("loss")) for entry in trainer.state.log_history])
         digests.append(end(trainer))
     assert digests[0] == digests[1]
-    assert losses[0] == losses[1] and len(losses[0]) > 12
+    assert losses[0] == losses[1] and len(losses[0]) > 8
 
 
 def test_metrics_appear_in_the_logs(tmp_path: Path) -> None:
@@ -80,61 +102,45 @@ def test_metrics_appear_in_the_logs(tmp_path: Path) -> None:
     end(trainer)
 
 
-@pytest.mark.parametrize(
-    ("metrics", "names"),
-    [
-        (
-            True,
-            {
-                "clip_rate", "skipped_steps", "step_optimizer_seconds_exposed", "step_exposed_share",
-                "step_speculated_share",
-            },
-        ),
-        (False, set()),
-        ("all", {*TOTALS, *PER_STEP}),
-        (["steps", "grad_norm"], {"steps", "grad_norm"}),
-    ],
-    ids=["usual", "none", "all", "some"],
-)  # fmt: skip
-def test_a_handful_of_metrics_is_logged_and_others_on_request(metrics: Any, names: set[str], tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, model_of(), "never", metrics=metrics, max_steps=2)
-    trainer.train()
-    for entry in logs_of(trainer):
-        found = {key.removeprefix("superoffload/") for key in entry if key.startswith("superoffload/")}
-        assert found == names
-    end(trainer)
+def test_a_handful_of_metrics_is_logged_and_others_on_request(tmp_path: Path) -> None:
+    from superoffload.integrations.transformers import LOGGED
 
-
-@pytest.mark.parametrize("metrics", ["grad_norm", ["grad_norms"], 3, None])
-def test_metrics_that_do_not_exist_are_refused(metrics: Any, tmp_path: Path) -> None:
-    from superoffload.integrations.transformers import offload
-
+    page = (ROOT / "docs/metrics.md").read_text()
+    assert set(re.findall(r"(?m)^\| `superoffload/(\w+)` \|", page)) == set(LOGGED)
+    some: tuple[Any, ...] = ("steps", "grad_norm")
+    for metrics, names in ((True, LOGGED), (False, ()), ("all", (*TOTALS, *PER_STEP)), (some, some)):
+        trainer = trainer_of(tmp_path, model_of(), "never", metrics=metrics, max_steps=1)
+        trainer.train()
+        (entry,) = logs_of(trainer)
+        prefix = "superoffload/"
+        assert {key.removeprefix(prefix) for key in entry if key.startswith(prefix)} == set(names)
+        end(trainer)
     trainer = trainer_of(tmp_path, model_of(), None)
-    with pytest.raises(ArgumentError, match=r"metrics: .*expected True, False, 'all' or a list out of"):
-        offload(trainer, metrics=metrics)
+    for wrong in ("grad_norm", ["grad_norms"], 3, None):
+        with pytest.raises(ArgumentError, match=r"metrics: .*expected True, False, 'all' or a list out of"):
+            offload(trainer, metrics=wrong)
 
 
 @pytest.mark.parametrize("before", ["ours", "of another optimizer"])
 def test_counters_go_on_after_a_resume(before: str, tmp_path: Path) -> None:
-    first = trainer_of(
-        tmp_path, model_of(), "never" if before == "ours" else None, metrics="all", max_steps=4, save_strategy="steps",
-        save_steps=2,
-    )  # fmt: skip
+    def trainer(mode: str | None, **options: Any) -> Any:
+        return trainer_of(tmp_path, model_of(), mode, metrics="all", **{"max_steps": 4, **options})
+
+    first = trainer("never" if before == "ours" else None, save_strategy="steps", save_steps=2)
     first.train()
-    resumed = trainer_of(tmp_path, model_of(), "never", metrics="all", max_steps=4, save_strategy="steps", save_steps=4)
+    resumed = trainer("never", save_strategy="steps", save_steps=4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     mine = logs_of(resumed)[-2:]
     if before == "ours":
         whole = logs_of(first)
-        assert [entry["superoffload/steps"] for entry in mine] == [3, 4]
-        for name in ("bytes_down", "buckets_stepped", "clipped_steps", "clip_rate"):
+        for name in ("steps", "bytes_down", "buckets_stepped", "clipped_steps", "clip_rate"):
             key = "superoffload/" + name
             assert [entry[key] for entry in mine] == [entry[key] for entry in whole[2:]], name
         assert mine[0]["superoffload/optimizer_seconds"] > whole[1]["superoffload/optimizer_seconds"]
         end(first)
     else:
         assert [entry["superoffload/steps"] for entry in mine] == [1, 2], "there was nothing to go on from"
-    again = trainer_of(tmp_path, model_of(), "never", metrics="all", max_steps=5)
+    again = trainer("never", max_steps=5)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert logs_of(again)[-1]["superoffload/steps"] == (5 if before == "ours" else 3), "saved once more, by the resumed"
     end(resumed)
@@ -143,12 +149,12 @@ def test_counters_go_on_after_a_resume(before: str, tmp_path: Path) -> None:
 
 @compat("Hugging Face Trainer, and its resume", "single", "stand_in")
 def test_resume(tmp_path: Path) -> None:
-    straight = trainer_of(tmp_path, model_of(dtype=torch.bfloat16), "always", save_strategy="steps", save_steps=4)
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    straight = trainer_of(tmp_path, model_of(dtype=torch.bfloat16), "always", max_steps=6, **saving)
     straight.train()
-    resumed = trainer_of(tmp_path, model_of(dtype=torch.bfloat16), "never")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    ours, theirs = logs_of(straight)[4:], logs_of(resumed)[-6:]
-    assert [entry["loss"] for entry in theirs] == [entry["loss"] for entry in ours]
+    resumed = trainer_of(tmp_path, model_of(dtype=torch.bfloat16), "never", max_steps=6)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert [entry["loss"] for entry in logs_of(resumed)[-3:]] == [entry["loss"] for entry in logs_of(straight)[3:]]
     assert end(resumed) == end(straight)
 
 
@@ -160,28 +166,27 @@ def has_optimizer(trainer: Any) -> None:
     trainer.create_optimizer()
 
 
+def on_deepspeed(trainer: Any) -> None:
+    trainer.is_deepspeed_enabled = True
+
+
 BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "another optimizer": (bad_optim, {}, "optim='adafactor'"),
     "made already": (has_optimizer, {}, "it has an optimizer already"),
     "max_grad_norm": (lambda trainer: None, {"max_grad_norm": 1.0}, "belongs into TrainingArguments"),
+    "DeepSpeed": (on_deepspeed, {}, "use superoffload.integrations.deepspeed.enable"),
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_does_not_fit_is_refused(name: str, tmp_path: Path) -> None:
-    from superoffload.integrations.transformers import offload
-
-    change, options, words = BAD[name]
-    trainer = trainer_of(tmp_path, model_of(), None)
-    change(trainer)
-    with pytest.raises(ArgumentError) as caught:
-        offload(trainer, **options)
-    assert words in str(caught.value)
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    for change, options, words in BAD.values():
+        trainer = trainer_of(tmp_path, model_of(), None)
+        change(trainer)
+        with pytest.raises(ArgumentError) as caught:
+            offload(trainer, **options)
+        assert words in str(caught.value)
     with pytest.raises(ArgumentError, match=r"expected a transformers.Trainer"):
         offload(model_of())
-
-
-def test_an_optimizer_that_was_replaced_is_noticed(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, model_of(), "always")
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters())
     with pytest.raises(ArgumentError, match="something replaced the optimizer"):
@@ -190,8 +195,7 @@ def test_an_optimizer_that_was_replaced_is_noticed(tmp_path: Path) -> None:
 
 @compat("the model exported as safetensors for from_pretrained", "single", "stand_in")
 @only_over_stand_in(family="llama", masters=True)
-@pytest.mark.parametrize("masters", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen"])
+@pytest.mark.parametrize(("family", "masters"), [("llama", True), ("qwen", False)])
 def test_from_pretrained_loads_what_was_exported(family: str, masters: bool, tmp_path: Path) -> None:
     model = model_of(family, torch.bfloat16)
     with AdamW(model.parameters(), lr=1e-2, threads=1) as optimizer:
@@ -200,50 +204,12 @@ def test_from_pretrained_loads_what_was_exported(family: str, masters: bool, tmp
             tokens = Counting()[index]["input_ids"][None]
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
-        checkpoints.export_weights(tmp_path, model, optimizer, masters=masters)
+        checkpoints.export_weights(tmp_path, model, optimizer)
+        checkpoints.export_weights(tmp_path, model, optimizer, masters=masters)  # over it, as when exported repeatedly
         dtype = torch.float32 if masters else torch.bfloat16
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
         for (name, mine), (other, theirs) in zip(model.named_parameters(), loaded.named_parameters(), strict=True):
             assert name == other
             assert torch.equal(theirs, optimizer.state[mine]["master"] if masters else mine)
-        # and once more over it, as a run that exports now and then does
-        checkpoints.export_weights(tmp_path, model, optimizer)
     with pytest.raises(ArgumentError, match="masters=True needs optimizer"):
         checkpoints.export_weights(tmp_path, model, masters=True)
-
-
-@compat("TRL's SFTTrainer", "single", "stand_in")
-@only_over_stand_in(family="llama")
-@needs("trl", "datasets")
-@pytest.mark.parametrize("family", ["llama", "qwen", "gpt-oss"])
-def test_sft_trainer(family: str, tmp_path: Path) -> None:
-    from superoffload.integrations.transformers import offload
-
-    runs = {}
-    for mode in ("always", "never", None):
-        trainer = sft(tmp_path, partial(model_of, family), max_steps=6, max_grad_norm=1.0)
-        if mode is not None:
-            offload(trainer, speculation=mode, threads=1)
-        trainer.train()
-        runs[mode] = trainer
-    ours, theirs = (logs_of(runs[mode]) for mode in ("always", None))
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine["loss"] == pytest.approx(other["loss"], rel=2e-3)
-    assert ours[-1]["loss"] < ours[0]["loss"] and ours[-1]["superoffload/skipped_steps"] == 0
-    assert end(runs["always"]) == end(runs["never"])
-
-
-def test_trainer_on_deepspeed_is_told_to_use_the_other_adapter(tmp_path: Path) -> None:
-    from superoffload.integrations.transformers import offload
-
-    trainer = trainer_of(tmp_path, model_of(), None)
-    trainer.is_deepspeed_enabled = True
-    with pytest.raises(ArgumentError, match=r"use superoffload.integrations.deepspeed.enable"):
-        offload(trainer)
-
-
-def test_documentation_names_what_is_logged_by_default() -> None:
-    from superoffload.integrations.transformers import LOGGED
-
-    page = (ROOT / "docs/metrics.md").read_text()
-    assert set(re.findall(r"(?m)^\| `superoffload/(\w+)` \|", page)) == set(LOGGED)

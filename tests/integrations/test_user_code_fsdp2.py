@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,16 +48,26 @@ from tests.support.rank_processes import (
     flat_mesh,
     net,
     on_ranks,
-    on_stages,
     optimizer_of,
     shard,
     whole,
     wholes_of,
 )
 
+
+def checkpointed(model: Net, optimizer: Any) -> None:
+    train(model, optimizer)
+
+
+def tied(model: Net, optimizer: Any) -> None:
+    train(model, optimizer)
+
+
 WRITTEN = "parameters written by the user (load_state_dict, clamp, re-initialization)"
-# name of the case, rows that it shows, options
+# rows that each scenario shows, options
 BATTERY: dict[Scenario, tuple[list[str], dict[str, Any]]] = {
+    checkpointed: (["activation checkpointing"], {"checkpointing": True}),
+    tied: (["tied parameters"], {"tied": True}),
     loss_scaling: (["plain loss scaling: scaled loss, gradients divided before step()"], {}),
     accumulation: (["gradient accumulation"], {}),
     accumulate: (["gradient accumulation with accumulate()"], {}),
@@ -87,6 +98,7 @@ def run(scenario: Scenario, options: dict[str, Any]) -> dict[str, Any]:
         with optimizer_of_all(model, mode, options) as optimizer:
             scenario(model, optimizer)
             found[mode] = optimizer.state_digests()
+            found[f"{mode} stats"] = optimizer.stats()
         found["ours"] = wholes_of(model)
     theirs = built(options)
     params = [p for p in trained(theirs, options) if p.requires_grad]
@@ -118,6 +130,9 @@ def compare(scenario: Scenario, *, tolerance: float = 3e-6, ranks: Any = on_rank
         assert found["always"] == found["never"]
         for ours, theirs in zip(found["ours"], found["torch"], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=tolerance)  # a wrong step is off by 1e-3
+        if scenario is accumulate:  # all gradients of a layer share one version counter, and are not edited
+            stats = found["always stats"]
+            assert stats["buckets_undone"] == 0 < stats["buckets_speculated"]
 
 
 def note(scenario: Scenario, column: str) -> str:
@@ -143,20 +158,10 @@ def test_as_torch(scenario: Scenario, ranks: Any, options: dict[str, Any]) -> No
     compare(scenario, ranks=ranks, **options)
 
 
-@layouts("activation checkpointing")
-def test_activation_checkpointing(ranks: Any) -> None:
-    compare(train, ranks=ranks, checkpointing=True)
-
-
 @compat("clip_grad_norm_ by the user after backward", "fsdp2")
 def test_clipping_twice() -> None:
     """By the user, and by max_grad_norm."""
     compare(clip_norm, max_grad_norm=0.02)
-
-
-@layouts("tied parameters")
-def test_tied(ranks: Any) -> None:
-    compare(train, ranks=ranks, tied=True)
 
 
 def several() -> list[bool]:
@@ -208,31 +213,6 @@ def test_copies_of_the_optimizer(ranks: Any, refusal: Refusal) -> None:
 
 
 class Odd(Net):
-    """With a parameter of no elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.empty = nn.Parameter(torch.empty(0, 13))
-
-
-def empty_parameter() -> list[str]:
-    digests = []
-    for mode in ("always", "never"):
-        torch.manual_seed(0)
-        model = shard(Odd(), flat_mesh())
-        with optimizer_of(model, speculation=mode) as optimizer:
-            train(model, optimizer)
-            digests.append(str(optimizer.state_digests()))
-    return digests
-
-
-@layouts("zero-size parameters")
-def test_zero_size_parameters(ranks: Any) -> None:
-    for always, never in ranks(2, empty_parameter):
-        assert always == never
-
-
-class Scaled(Net):
     """With a factor of any shape and memory order."""
 
     def __init__(self, scale: Tensor) -> None:
@@ -240,54 +220,8 @@ class Scaled(Net):
         self.scale = nn.Parameter(scale)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) * self.scale.sum()
-
-
-SCALES = {"scalar": torch.tensor(0.5), "transposed": torch.full((4, 3), 0.1).t()}
-
-
-def scaled(name: str) -> list[str]:
-    digests = []
-    for mode in ("always", "never"):
-        torch.manual_seed(0)
-        model = shard(Scaled(SCALES[name].clone()), flat_mesh())
-        with optimizer_of(model, speculation=mode) as optimizer:
-            train(model, optimizer)
-            digests.append(str(optimizer.state_digests()))
-    return digests
-
-
-def refused(name: str) -> str:
-    return error_of(lambda: scaled(name))
-
-
-SHARDED = ("fsdp2", "mesh")
-
-
-@layouts("scalar parameters", columns=SHARDED, refused="fully_shard doesn't support scalar parameters")
-def test_scalar_parameters(ranks: Any, refusal: Refusal) -> None:
-    """By torch itself."""
-    for error in ranks(2, refused, "scalar"):
-        refusal.check(error)
-
-
-@layouts("non-contiguous parameters", columns=SHARDED, refused="FSDP does not support non-contiguous parameters yet")
-def test_non_contiguous_parameters(ranks: Any, refusal: Refusal) -> None:
-    """By torch itself."""
-    for error in ranks(2, refused, "transposed"):
-        refusal.check(error)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("scalar", marks=compat("scalar parameters", "stages")),
-        pytest.param("transposed", marks=compat("non-contiguous parameters", "stages", note="dense ones")),
-    ],
-)
-def test_odd_parameters_of_stages(name: str) -> None:
-    for always, never in on_stages(2, scaled, name):
-        assert always == never
+        logits = super().forward(tokens)
+        return logits * self.scale.sum() if self.scale.numel() else logits
 
 
 class Mixed(Net):
@@ -304,23 +238,57 @@ class Mixed(Net):
         return logits
 
 
-def mixed() -> list[Any]:
+ODD: dict[str, Callable[[], Net]] = {
+    "scalar": lambda: Odd(torch.tensor(0.5)),
+    "transposed": lambda: Odd(torch.full((4, 3), 0.1).t()),
+    "empty": lambda: Odd(torch.empty(0, 13)),
+    "mixed": Mixed,
+}
+
+
+def odd(name: str) -> list[Any]:
     found = []
     for mode in ("always", "never"):
         torch.manual_seed(0)
-        model = shard(Mixed(), flat_mesh())
+        model = shard(ODD[name](), flat_mesh())
         with optimizer_of(model, speculation=mode) as optimizer:
-            before = backward(model, 0).item()
             train(model, optimizer, range(8))
             optimizer.zero_grad()
-            found.append((optimizer.state_digests(), before, backward(model, 0).item()))
+            found.append((optimizer.state_digests(), backward(model, 0).item()))
     return found
 
 
-@layouts("mixed float32, bfloat16 and float16 parameters")
-def test_mixed_dtypes(ranks: Any) -> None:
-    for (always, before, after), (never, *_) in ranks(2, mixed):
-        assert always == never and after < before
+def error_of_odd(name: str) -> str:
+    return error_of(lambda: odd(name))
+
+
+SCALAR = "fully_shard doesn't support scalar parameters"
+TRANSPOSED = "FSDP does not support non-contiguous parameters yet"
+# name, row, what torch itself says of it where it is sharded, note of stages
+ODD_ROWS = [
+    ("empty", "zero-size parameters", None, ""),
+    ("mixed", "mixed float32, bfloat16 and float16 parameters", None, ""),
+    ("scalar", "scalar parameters", SCALAR, ""),
+    ("transposed", "non-contiguous parameters", TRANSPOSED, "dense ones"),
+]
+
+
+def odd_case(name: str, row: str, error: str | None, note: str, column: str) -> Any:
+    refused = None if column == "stages" else error
+    mark = compat(row, column, refused=refused, note=note if column == "stages" else "")
+    return pytest.param(RANKS[column], name, refused is not None, id=f"{name}-{column}", marks=mark)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name", "is_refused"), [odd_case(*row, column) for row in ODD_ROWS for column in RANKS]
+)
+def test_odd_parameters(ranks: Any, name: str, is_refused: bool, refusal: Refusal) -> None:
+    if is_refused:
+        for error in ranks(2, error_of_odd, name):
+            refusal.check(error)
+    else:
+        for always, never in ranks(2, odd, name):
+            assert always == never
 
 
 def masters() -> list[bool]:
@@ -347,33 +315,24 @@ def test_masters_keep_the_float32_bits(ranks: Any) -> None:
     assert all(found == [True, True] for found in ranks(2, masters))
 
 
-def compiled_step() -> list[bool]:
-    digests = []
-    for compiled in (True, False):
-        model = shard(net(torch.float32), flat_mesh())
-        with optimizer_of(model) as optimizer:
-            step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
-            for seed in range(2):
-                optimizer.zero_grad()
-                backward(model, seed)
-                step()
-            digests.append(optimizer.state_digests())
-    return [digests[0] == digests[1]]
+def replaced_too_late() -> list[str]:
+    """Groups are given other parameters once there is state for those they had."""
+    errors = []
+    for first in ("step", "masters"):
+        model = net(torch.float32)
+        with optimizer_of(model, replicated="local") as optimizer:
+            if first == "step":
+                train(model, optimizer, range(1))
+            else:
+                optimizer.load_masters({name: p.detach().clone() for name, p in model.named_parameters()})
+            other = net(torch.float32, seed=2)
+            optimizer.param_groups[0]["params"] = [p for p in other.parameters() if p.requires_grad]
+            backward(other, 0)
+            errors.append(error_of(optimizer.step))
+    return errors
 
 
-def test_a_compiled_step() -> None:
-    assert on_ranks(2, compiled_step) == [[True]] * 2
-
-
-def undone_while_accumulating(speculation: str) -> tuple[float, float]:
-    """In a rank: buckets undone and speculated; all gradients of a layer share one version counter."""
-    model = built({})
-    with optimizer_of_all(model, speculation, {}) as optimizer:
-        accumulate(model, optimizer)
-        stats = optimizer.stats()
-    return stats["buckets_undone"], stats["buckets_speculated"]
-
-
-def test_accumulated_gradients_are_not_taken_for_edited_ones() -> None:
-    for undone, speculated in on_ranks(2, undone_while_accumulating, "always"):
-        assert undone == 0 < speculated
+def test_replaced_parameters_whose_state_would_be_lost() -> None:
+    for errors in on_ranks(2, replaced_too_late):
+        for error in errors:
+            assert "StateError" in error and "was taken out and others put in" in error

@@ -32,18 +32,17 @@ def train(model: Net, optimizer: Any, seeds: range = range(STEPS)) -> None:
 
 def schedulers(model: Net, optimizer: Any) -> None:
     """One after the other; the learning rate changes between backward and step()."""
-    for name, make in SCHEDULERS.items():
+    for seed, (name, make) in enumerate(SCHEDULERS.items()):
         for group in optimizer.param_groups:
             group["lr"] = 1e-3
             group["betas"] = (0.9, 0.999)
             for key in ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"):
                 group.pop(key, None)
         scheduler = make(optimizer)
-        for seed in range(2):
-            optimizer.zero_grad()
-            backward(model, seed)
-            scheduler.step(*((1.0,) if name == "ReduceLROnPlateau" else ()))
-            optimizer.step()
+        optimizer.zero_grad()
+        backward(model, seed)
+        scheduler.step(*((1.0,) if name == "ReduceLROnPlateau" else ()))
+        optimizer.step()
 
 
 def add_group(model: Net, optimizer: Any) -> None:
