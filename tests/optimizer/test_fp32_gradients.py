@@ -14,7 +14,7 @@ from torch import nn
 from superoffload import AdamW, CPUAdamW
 from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import ArgumentError, HostMemoryError
-from tests.support.adamw_training import assert_close_to_torch, check_counters, model_of
+from tests.support.adamw_training import assert_close_to_torch, batch, check_counters, model_of
 from tests.support.fp32_gradients import (
     SOURCES,
     Source,
@@ -209,6 +209,19 @@ def test_too_late_in_a_step() -> None:
         assert optimizer.state_digests() == before
         steps(model, optimizer, range(2))
         assert optimizer.stats()["steps"] == 2
+
+
+def test_a_wider_gradient_than_in_the_steps_before_is_an_error() -> None:
+    model = model_of(torch.bfloat16)
+    with AdamW(model.parameters(), threads=2) as optimizer:
+        steps(model, optimizer, range(2))
+        before = optimizer.state_digests()
+        optimizer.zero_grad()
+        declared(model)
+        with pytest.raises(ArgumentError, match=r"float32, and torch.bfloat16 was expected, as in the steps before"):
+            batch(model, 3).backward()
+        optimizer.zero_grad()
+        assert optimizer.state_digests() == before
 
 
 def test_dtypes_that_no_kernel_reads_are_refused() -> None:
