@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from superoffload.engine.bucket import GroupHyper, Shard
+from superoffload.engine.bucket_state import BucketState
 from superoffload.engine.engine import Engine
 from superoffload.engine.engine_options import EngineOptions
 from superoffload.errors import WorkerError
@@ -121,4 +122,19 @@ def test_a_worker_that_fails_after_the_verdict_is_reported_when_it_lands() -> No
     with pytest.raises(WorkerError, match="planted"):
         flat.engine.tail.land()
     assert flat.engine.digests() == expected, "the step was completed all the same"
+    flat.engine.close()
+
+
+def test_settle_reports_a_failed_speculation_before_the_verdict() -> None:
+    flat = Flat("always", in_place=True)
+    flat.step(0, later=False)
+    before = flat.engine.digests()
+    flat.engine.pool.inject_fault(1, "planted")
+    for shard in flat.engine.shards:
+        flat.engine.arrive(shard, flat.slices(flat.gradients)[shard.index])
+    with pytest.raises(WorkerError, match="planted"):
+        flat.engine.await_speculation()
+    assert not flat.engine.is_filling
+    assert all(bucket.state is BucketState.FILLING for bucket in flat.engine.buckets)
+    assert flat.engine.digests() == before
     flat.engine.close()
