@@ -83,58 +83,41 @@ def test_what_is_packed_is_known_after_every_change(monkeypatch: pytest.MonkeyPa
     assert max(asked) == 1.0 and len(set(asked)) > 3
 
 
-def test_hyper_parameters_are_read_once_in_backward_and_once_with_the_verdict() -> None:
-    read: list[int] = []
-
-    class Read(list[GroupHyper]):
-        def __getitem__(self, group: Any) -> Any:
-            read.append(group)
-            return super().__getitem__(group)
-
-    with rig(Settings([[1024] * 8, [1024] * 8], bucket_numel=1024)) as made:
-        made.hypers = Read(made.hypers)
-        for step in range(3):
-            made.hypers[1] = replace(HYPER, lr=0.01 / (step + 1))
-            made.step_both(backward(made), max_grad_norm=1.0 if step == 2 else None)
-            made.check()
-            assert sorted(read) == [0, 0, 1, 1]
-            read.clear()
-
-
-def test_commit() -> None:
-    with rig(TWO) as made:
-        made.step_both(backward(made))
+@pytest.mark.parametrize(
+    ("mode", "expected", "decided", "fates"),
+    [
+        ("always", (1.0, None), (1.0, None), {"speculated": 2, "committed": 2}),
+        ("always", (1.0, None), (1.0, 1.0), {"speculated": 2, "replayed": 2, "clipped_steps": 1}),
+        ("always", (0.25, None), (0.25, None), {"speculated": 2, "committed": 2}),
+        ("always", (0.5, None), (0.25, None), {"speculated": 2, "replayed": 2}),
+        ("always", (0.0, None), (-0.0, None), {"speculated": 2, "replayed": 2}),  # exp_avg keeps the sign of a zero
+        ("always", (1e-3, 1e200), (1e-3, 1e200), {"speculated": 2, "committed": 2}),
+        ("always", (1e-3, 1e308), (1e-3, 1e308), {"speculated": 2, "committed": 2}),
+        ("never", (1.0, None), (1.0, None), {"stepped": 2}),
+    ],
+)
+def test_fates(
+    mode: str, expected: tuple[float, float | None], decided: tuple[float, float | None], fates: dict[str, int]
+) -> None:
+    with rig(replace(TWO, mode=mode)) as made:
+        made.engine.speculator.expect(unscale=expected[0], max_grad_norm=expected[1])
+        gradients = backward(made)
+        with pytest.raises(StateError, match="shard 1: a second gradient"):
+            made.arrive(made.shards[1], gradients[1])
+        made.step_both(gradients, unscale=decided[0], max_grad_norm=decided[1])
         made.check()
-        assert counts(made) == {"speculated": 2, "committed": 2}
+        assert counts(made) == fates
+        if mode == "never":
+            assert made.engine.stats()["journal_reserved_bytes"] == 0
+            assert not any(bucket.work.take_journal(1) for bucket in made.engine.buckets)
 
 
-def test_replay() -> None:
+def test_skip_and_abandon() -> None:
+    """A non-finite gradient stops speculation; one that comes late undoes it."""
     with rig(TWO) as made:
-        made.step_both(backward(made), max_grad_norm=1.0)
+        made.step_both(backward(made, poison_first=math.nan))
         made.check()
-        assert counts(made) == {"speculated": 2, "replayed": 2, "clipped_steps": 1}
-
-
-def test_an_expected_unscale_is_committed_and_another_one_replayed() -> None:
-    with rig(TWO) as made:
-        for expected in (0.25, 0.5):
-            made.engine.speculator.expect(unscale=expected, max_grad_norm=None)
-            made.step_both(backward(made), unscale=0.25)
-            made.check()
-        assert counts(made) == {"speculated": 4, "committed": 2, "replayed": 2}
-
-
-def test_the_two_zeros_are_different_factors() -> None:
-    """exp_avg keeps the sign of a zero."""
-    with rig(TWO) as made:
-        made.engine.speculator.expect(unscale=0.0, max_grad_norm=None)
-        made.step_both(backward(made), unscale=-0.0)
-        made.check()
-        assert counts(made) == {"speculated": 2, "replayed": 2}
-
-
-def test_skip() -> None:
-    with rig(TWO) as made:
+        assert counts(made) == {}
         gradients = backward(made)
         made.engine.retract(made.shards[0])
         gradients[0][5] = math.inf
@@ -142,13 +125,11 @@ def test_skip() -> None:
         made.step_both(gradients)
         made.check()
         assert counts(made) == {"speculated": 2, "undone": 1, "skipped": 1}
-
-
-def test_a_non_finite_gradient_stops_speculation() -> None:
-    with rig(TWO) as made:
-        made.step_both(backward(made, poison_first=math.nan))
-        made.check()
-        assert counts(made) == {}
+        backward(made)
+        for _ in range(2):
+            made.engine.abandon()
+            made.check()
+            assert counts(made) == {"speculated": 4, "undone": 1, "skipped": 1, "abandoned": 2}
 
 
 def test_a_partial_norm_that_proves_a_clip_stops_speculation() -> None:
@@ -157,37 +138,6 @@ def test_a_partial_norm_that_proves_a_clip_stops_speculation() -> None:
         made.step_both(backward(made), max_grad_norm=55.0)
         made.check()
         assert counts(made) == {"speculated": 2, "replayed": 2, "stepped": 2, "clipped_steps": 1}
-
-
-def test_a_gradient_that_was_taken_back_proves_nothing() -> None:
-    with rig(Settings([[1024] * 4], bucket_numel=1024)) as made:
-        made.engine.speculator.expect(unscale=1.0, max_grad_norm=80.0)  # not even the norm of all four
-        gradients = backward(made)
-        for _ in range(4):
-            made.engine.retract(made.shards[0])
-            made.arrive(made.shards[0], gradients[0])
-        made.step_both(gradients, max_grad_norm=80.0)
-        made.check()
-        assert counts(made) == {"speculated": 8, "committed": 4, "undone": 4}
-
-
-@pytest.mark.parametrize("max_grad_norm", [1e200, 1e308])
-def test_a_threshold_beyond_everything(max_grad_norm: float) -> None:
-    with rig(TWO) as made:
-        made.engine.speculator.expect(unscale=1e-3, max_grad_norm=max_grad_norm)
-        made.step_both(backward(made), unscale=1e-3, max_grad_norm=max_grad_norm)
-        made.check()
-        assert counts(made) == {"speculated": 2, "committed": 2}
-
-
-def test_abandon() -> None:
-    with rig(TWO) as made:
-        backward(made)
-        made.engine.abandon()
-        made.check()
-        assert counts(made) == {"speculated": 2, "abandoned": 2}
-        made.engine.abandon()
-        assert counts(made) == {"speculated": 2, "abandoned": 2}
 
 
 @pytest.mark.parametrize(
@@ -212,16 +162,6 @@ def test_a_journal_without_room_is_undone_at_once_and_stepped_later(width: int) 
         assert counts(made) == {"speculated": 3, "undone": 3, "stepped": 3, "journal_overflows": 3}
 
 
-def test_after_a_spike_wider_codes_are_tried_then_the_bucket_is_left_out_for_a_while() -> None:
-    with rig(replace(TWO, sizes=[[4096]], bucket_numel=4096), arena=0.0) as made:
-        for i in range(14):
-            made.step_both(backward(made, scale=10.0 ** (i % 5)))
-            made.check()
-        stats = made.engine.stats()
-        assert 0 < stats["journal_overflows"] < 14
-        assert stats["buckets_speculated"] < 14
-
-
 class Watching:
     """A snapshot that is never read: it keeps the master of each shard that was about to change."""
 
@@ -234,7 +174,7 @@ class Watching:
         self.seen.update({shard.index: shard.master.clone() for shard in shards})
 
 
-def test_a_snapshot_saves_state_before_a_speculation_and_not_where_the_bucket_is_left_out() -> None:
+def test_after_spikes_a_bucket_is_left_out_and_a_snapshot_saves_its_state_only_before_it_changes() -> None:
     with rig(replace(TWO, sizes=[[4096]], bucket_numel=4096), arena=0.0) as made:
         left_out = 0
         for i in range(14):
@@ -250,6 +190,7 @@ def test_a_snapshot_saves_state_before_a_speculation_and_not_where_the_bucket_is
             made.engine.snapshots.open.clear()
         made.check()
         assert 0 < left_out < 14
+        assert 0 < made.engine.stats()["journal_overflows"] < 14
 
 
 def test_adaptive_stops_speculating_while_every_step_clips_and_starts_again() -> None:
@@ -263,25 +204,6 @@ def test_adaptive_stops_speculating_while_every_step_clips_and_starts_again() ->
         assert seen[0] == 2
         assert seen[11] == 0
         assert seen[-1] == 2
-
-
-def test_never_speculates_nothing_and_keeps_no_journal() -> None:
-    with rig(replace(TWO, mode="never")) as made:
-        made.step_both(backward(made))
-        made.check()
-        assert counts(made) == {"stepped": 2}
-        assert made.engine.stats()["journal_reserved_bytes"] == 0
-        assert not any(bucket.work.take_journal(1) for bucket in made.engine.buckets)
-
-
-def test_gradients_that_come_after_backward_are_stepped() -> None:
-    with rig(TWO) as made:
-        gradients = {shard.index: made.gradient(shard) for shard in made.shards}
-        for shard in made.shards:
-            made.arrive(shard, gradients[shard.index], in_backward=False)
-        made.step_both(gradients)
-        made.check()
-        assert counts(made) == {"stepped": 2}
 
 
 def test_a_bucket_with_a_missing_gradient_steps_the_rest() -> None:
@@ -299,6 +221,9 @@ def test_a_bucket_with_a_missing_gradient_steps_the_rest() -> None:
 
 def test_buckets_follow_the_order_of_the_first_backward() -> None:
     with rig(Settings([[1024] * 4], bucket_numel=1024)) as made:
+        made.arrive(made.shards[1], made.gradient(made.shards[1]))
+        made.engine.abandon()  # so that it is not the order to follow
+        assert [bucket.pieces[0].shard.index for bucket in made.engine.buckets] == [3, 2, 1, 0]
         order = [2, 0, 3]  # 1 has no gradient, and stays behind 2
         for _ in range(2):
             gradients = {index: made.gradient(made.shards[index]) for index in order}
@@ -310,42 +235,15 @@ def test_buckets_follow_the_order_of_the_first_backward() -> None:
             order = [3, 2, 1, 0]  # observed once
 
 
-def test_a_backward_that_was_abandoned_is_not_the_order_to_follow() -> None:
-    with rig(Settings([[1024] * 3], bucket_numel=1024)) as made:
-        made.arrive(made.shards[1], made.gradient(made.shards[1]))
-        made.engine.abandon()
-        assert [bucket.pieces[0].shard.index for bucket in made.engine.buckets] == [2, 1, 0]
-        gradients = {index: made.gradient(made.shards[index]) for index in (0, 2, 1)}
-        for index, gradient in gradients.items():
-            made.arrive(made.shards[index], gradient)
-        made.step_both(gradients)
-        made.check()
-        assert [bucket.pieces[0].shard.index for bucket in made.engine.buckets] == [0, 2, 1]
-
-
-def test_a_gradient_twice_is_refused() -> None:
-    with rig(TWO) as made:
-        gradients = backward(made)
-        with pytest.raises(StateError, match="shard 1: a second gradient"):
-            made.arrive(made.shards[1], made.gradient(made.shards[1]))
-        made.step_both(gradients)
-        made.check()
-
-
 def test_a_gradient_between_decide_and_apply_is_refused() -> None:
-    with rig(replace(TWO, sizes=[[500, 300]])) as made:
+    with rig(replace(TWO, sizes=[[100, 100, 100]])) as made:
         gradients = {1: made.gradient(made.shards[1])}
         made.arrive(made.shards[1], gradients[1])
         verdict = made.engine.decide(unscale=1.0, max_grad_norm=None)
         gradients[0] = made.gradient(made.shards[0])
         made.arrive(made.shards[0], gradients[0], in_backward=False)
-        made.engine.decide(unscale=1.0, max_grad_norm=None)
-        made.engine.retract(made.shards[0])
-        made.arrive(made.shards[0], gradients[0], in_backward=False)
-        bucket = made.engine.buckets[0]
-        if bucket.state is BucketState.FILLING:
-            with pytest.raises(StateError, match="since decide"):
-                made.engine.apply(verdict)
+        with pytest.raises(StateError, match="since decide"):
+            made.engine.apply(verdict)
         made.step_both(gradients)
         made.check()
 

@@ -27,10 +27,6 @@ def choose(chooser: JournalWidth, room: Room, next_step: int) -> int | None:
     return chooser.choose(work, next_step)
 
 
-def used(narrow_escapes: int, *escapes: int) -> Any:
-    return SimpleNamespace(narrow_escapes=narrow_escapes, escapes=escapes or (narrow_escapes, 0, 0))
-
-
 @pytest.mark.parametrize(
     "step,widths,asked,chosen",
     [
@@ -49,19 +45,16 @@ def test_only_the_second_step_begins_with_wide_codes(
     assert room.asked == asked
 
 
-@pytest.mark.parametrize("escapes,width", [(166, 1), (167, 2), (0, 1)])
-def test_one_byte_codes_are_kept_while_they_and_their_escapes_take_fewer_bytes(escapes: int, width: int) -> None:
+@pytest.mark.parametrize(
+    "step,narrow,wide,width",
+    [(5, 166, 0, 1), (5, 167, 0, 2), (5, 0, 0, 1), (2, 166, 0, 1), (2, 200, 0, 2), (2, 200, 34, 1), (2, 0, 0, 1)],
+)
+def test_codes_are_of_the_width_that_takes_fewer_bytes(step: int, narrow: int, wide: int, width: int) -> None:
     """An escape takes 6 bytes: 167 of 1,000 parameters take more than a second byte of all."""
     chooser = JournalWidth()
-    chooser.learn_from_use(used(escapes), 1000)
-    assert choose(chooser, Room(1, 2), 5) == width
-
-
-@pytest.mark.parametrize("narrow,wide,width", [(166, 0, 1), (200, 0, 2), (200, 34, 1), (0, 0, 1)])
-def test_two_byte_codes_are_kept_while_they_take_fewer_bytes(narrow: int, wide: int, width: int) -> None:
-    chooser = JournalWidth()
-    assert choose(chooser, Room(2), 2) == 2
-    chooser.learn_from_use(used(narrow, wide, 0, 0), 1000)
+    assert choose(chooser, Room(1, 2), step) == (2 if step == 2 else 1)
+    use: Any = SimpleNamespace(narrow_escapes=narrow, escapes=(wide if step == 2 else narrow, 0, 0))
+    chooser.learn_from_use(use, 1000)
     assert choose(chooser, Room(1, 2), 5) == width
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -138,16 +137,4 @@ def test_settle_reports_a_failed_speculation_before_the_verdict() -> None:
     assert not flat.engine.is_filling
     assert all(bucket.state is BucketState.FILLING for bucket in flat.engine.buckets)
     assert flat.engine.digests() == before
-    flat.engine.close()
-
-
-def test_without_bias_correction() -> None:
-    flat = Flat("always", in_place=True, hyper=GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1, bias_correction=False))
-    master, first, second = flat.master.double().numpy(), np.zeros(sum(SIZES)), np.zeros(sum(SIZES))
-    for number in range(5):
-        flat.step(number, later=False)
-        grad = flat.gradients.double().numpy()
-        first, second = 0.9 * first + 0.1 * grad, 0.99 * second + 0.01 * grad * grad
-        master = master * (1 - 1e-3) - 1e-2 * first / (np.sqrt(second) + 1e-8)
-    np.testing.assert_allclose(flat.master.double().numpy(), master, rtol=2e-5, atol=2e-6)
     flat.engine.close()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from superoffload import AdamW, CPUAdamW
+from superoffload import AdamW
 from superoffload.engine.noise import noise_stream
 from superoffload.errors import ArgumentError
 
@@ -42,15 +42,3 @@ def test_more_axes_than_the_kernels_know_are_refused() -> None:
     with AdamW([("folded", folded())]) as exact:
         exact.param_groups[0]["params"][0].grad = torch.ones((2,) * 8)
         exact.step()
-
-
-def test_cpu_adamw_refuses_them_and_counts_no_step() -> None:
-    first, last = nn.Parameter(torch.ones(40)), folded()
-    optimizer = CPUAdamW([first, last], state_dtype="bf16")
-    first.grad = torch.ones_like(first)
-    optimizer.step()
-    last.grad = torch.ones_like(last)
-    with pytest.raises(ArgumentError, match=f"^parameter: .*{REFUSED}"):
-        optimizer.step()
-    assert float(optimizer.state[first]["step"]) == 1.0
-    optimizer.close()

@@ -17,7 +17,7 @@ from superoffload.engine.bucket import Shard
 from superoffload.engine.placement import last_in_backward
 from superoffload.engine.placement_choice import Measured, choose_fraction
 from superoffload.errors import ArgumentError
-from tests.support.resident_link import ResidentHostLink, accelerator
+from tests.support.resident_link import accelerator
 
 HALF = {"gpu_fraction": 0.5}
 
@@ -71,44 +71,40 @@ def same_state(one: superoffload.AdamW, other: superoffload.AdamW) -> None:
     assert one.state_digests() == other.state_digests()
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    value: torch.dtype = request.param
-    return value
-
-
-@pytest.mark.parametrize("placement", [{"gpu_fraction": 0}, HALF, {"gpu_fraction": 1.0}, "auto"], ids=str)
-@pytest.mark.parametrize("speculation", ["always", "never", "adaptive"])
-def test_placement_changes_no_bit(dtype: torch.dtype, speculation: str, placement: Any) -> None:
-    expected_model, expected = make(dtype, None, speculation=speculation)
+@pytest.mark.parametrize(
+    ("dtype", "speculation", "placement", "options"),
+    [
+        (torch.float32, "always", {"gpu_fraction": 0}, {}),
+        (torch.float32, "never", HALF, {"state_dtype": "bf16", "seed": 7}),
+        (torch.bfloat16, "adaptive", HALF, {}),
+        (torch.bfloat16, "always", {"gpu_fraction": 1.0}, {"state_dtype": "bf16", "seed": 7}),
+        (torch.float16, "never", {"gpu_fraction": 1.0}, {}),
+        (torch.float16, "always", "auto", {}),
+        (torch.bfloat16, "never", "auto", {}),
+    ],
+    ids=str,
+)
+def test_placement_changes_no_bit(dtype: torch.dtype, speculation: str, placement: Any, options: Any) -> None:
+    expected_model, expected = make(dtype, None, speculation=speculation, **options)
     train(expected_model, expected, range(9))
     with accelerator():
-        model, optimizer = make(dtype, placement, speculation=speculation)
+        model, optimizer = make(dtype, placement, speculation=speculation, **options)
     train(model, optimizer, range(9))
     same_state(optimizer, expected)
     assert optimizer.grad_norm == expected.grad_norm
     stats, without = optimizer.stats(), expected.stats()
     for name in ("steps", "skipped_steps", "clipped_steps"):
-        assert stats[name] == without[name]
-    assert stats["clipped_steps"] > 0
-    assert without["skipped_steps"] == 1
+        assert stats[name] == without[name] > 0
     placed = stats["params_on_device"] / sum(p.numel() for p in model.parameters())
     found = optimizer.placement
     assert found is not None
     assert 0 <= found["gpu_fraction"] - placed < 0.5
     if placement in (HALF, {"gpu_fraction": 1.0}):
         assert placed > 0.3
+    if placement == {"gpu_fraction": 1.0}:
+        assert stats["buckets_speculated"] == stats["journal_bytes"] == stats["bytes_up"] == 0
     assert expected.placement is None
     assert expected.stats()["params_on_device"] == 0
-
-
-def test_noisy_moments_are_the_same_there(dtype: torch.dtype) -> None:
-    expected_model, expected = make(dtype, None, state_dtype="bf16", seed=7)
-    train(expected_model, expected, range(5))
-    with accelerator():
-        model, optimizer = make(dtype, HALF, state_dtype="bf16", seed=7)
-    train(model, optimizer, range(5))
-    same_state(optimizer, expected)
 
 
 def shards_of(optimizer: superoffload.AdamW) -> list[Shard]:
@@ -131,15 +127,6 @@ def test_the_end_of_backward_is_placed() -> None:
     assert all(
         bucket.resident == piece.shard.resident for bucket in optimizer._engine.buckets for piece in bucket.pieces
     )
-
-
-def test_resident_buckets_are_never_speculated() -> None:
-    with accelerator():
-        model, optimizer = make(torch.float32, {"gpu_fraction": 1.0}, speculation="always", max_grad_norm=None)
-    train(model, optimizer, range(3))
-    stats = optimizer.stats()
-    assert stats["buckets_speculated"] == stats["journal_bytes"] == stats["bytes_up"] == 0
-    assert stats["buckets_stepped"] > 0
 
 
 def test_state_follows_where_the_observed_order_differs() -> None:
@@ -166,11 +153,10 @@ def test_state_follows_where_the_observed_order_differs() -> None:
     same_state(optimizer, expected)
 
 
-@pytest.mark.parametrize("placement", [HALF, "auto"], ids=str)
-def test_delivery_on_demand_changes_nothing(placement: Any, tmp_path: Path) -> None:
+def test_delivery_on_demand_changes_nothing(tmp_path: Path) -> None:
     """What is stepped on the accelerator is there when step() returns; forward waits for the rest. Also when traced."""
     results = []
-    for where in (None, placement):
+    for where in (None, HALF):
         with accelerator():
             model = Model(torch.bfloat16)
             options: dict[str, Any] = {"placement": where, "max_grad_norm": 0.05, "bucket_numel": 1024, "threads": 1}
@@ -184,21 +170,33 @@ def test_delivery_on_demand_changes_nothing(placement: Any, tmp_path: Path) -> N
     assert results[0] == results[1]
 
 
-def test_state_dict_goes_both_ways(dtype: torch.dtype) -> None:
-    expected_model, expected = make(dtype, None)
-    train(expected_model, expected, range(6))
-    with accelerator():
-        model, optimizer = make(dtype, HALF)
-        other_model, other = make(dtype, {"gpu_fraction": 0.2})
-    train(model, optimizer, range(4))
-    other_model.load_state_dict(model.state_dict())
-    other.load_state_dict(optimizer.state_dict())
-    plain_model, plain = make(dtype, None)
-    plain_model.load_state_dict(model.state_dict())
-    plain.load_state_dict(optimizer.state_dict())
-    for one_model, one in ((model, optimizer), (other_model, other), (plain_model, plain)):
-        train(one_model, one, range(4, 6))
-        same_state(one, expected)
+def test_what_a_program_writes_loads_and_edits_counts() -> None:
+    """Parameters, masters and gradients, and a state_dict that goes both ways."""
+    results = []
+    for placement in (None, HALF, {"gpu_fraction": 1.0}):
+        with accelerator():
+            model, optimizer = make(torch.bfloat16, placement)
+            other_model, other = make(torch.bfloat16, HALF if placement is None else None)
+        named = dict(Model(torch.float32).named_parameters())
+        masters = [*(named[name] for name in named if "weight" in name), *(named[n] for n in named if "bias" in n)]
+        optimizer.load_masters([master.detach() for master in masters])
+        train(model, optimizer, range(2))
+        with torch.no_grad():
+            model.get_parameter("layers.0.weight").mul_(0.5)
+        train(model, optimizer, [2])
+        model.get_parameter("layers.1.weight").data.clamp_(-0.01, 0.01)
+        optimizer.refresh_masters()
+        backward(model, 4)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        model.layers[2].bias.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        other_model.load_state_dict(model.state_dict())
+        other.load_state_dict(optimizer.state_dict())
+        for one_model, one in ((model, optimizer), (other_model, other)):
+            train(one_model, one, [6, 7])
+            results.append(one.state_digests())
+    assert all(result == results[0] for result in results)
 
 
 def test_checkpoints_on_disk_go_both_ways(tmp_path: Path) -> None:
@@ -215,50 +213,6 @@ def test_checkpoints_on_disk_go_both_ways(tmp_path: Path) -> None:
     checkpoints.load(tmp_path / "placed", plain_model, plain)
     train(plain_model, plain, range(4, 6))
     same_state(plain, expected)
-
-
-def test_parameters_written_by_others_are_taken_over() -> None:
-    results = []
-    for placement in (None, {"gpu_fraction": 1.0}):
-        with accelerator():
-            model, optimizer = make(torch.bfloat16, placement)
-        train(model, optimizer, range(2))
-        with torch.no_grad():
-            model.get_parameter("layers.0.weight").mul_(0.5)
-        train(model, optimizer, [2])
-        model.get_parameter("layers.1.weight").data.clamp_(-0.01, 0.01)
-        optimizer.refresh_masters()
-        train(model, optimizer, [4])
-        results.append(optimizer.state_digests())
-    assert results[0] == results[1]
-
-
-def test_masters_of_a_converted_model_are_loaded() -> None:
-    results = []
-    for placement in (None, HALF):
-        masters = {name: value.clone() for name, value in Model(torch.float32).state_dict().items()}
-        with accelerator():
-            model = Model(torch.bfloat16)
-            optimizer = superoffload.AdamW(model.named_parameters(), placement=placement, threads=1)
-        optimizer.load_masters(masters)
-        train(model, optimizer, range(2))
-        results.append(optimizer.state_digests())
-    assert results[0] == results[1]
-
-
-def test_gradients_edited_after_backward_count() -> None:
-    results = []
-    for placement in (None, {"gpu_fraction": 1.0}):
-        with accelerator():
-            model, optimizer = make(torch.float32, placement, max_grad_norm=None)
-        for step in range(3):
-            backward(model, step)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            model.layers[2].bias.grad = None
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(optimizer.state_digests())
-    assert results[0] == results[1]
 
 
 # ---- auto ----
@@ -319,23 +273,11 @@ def test_whole_parameters_up_to_the_fraction() -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        *(0.5, "gpu", {}, {"fraction": 0.5}, {"gpu_fraction": 0.5, "cpu": 1}),
-        *({"gpu_fraction": wrong} for wrong in (1.5, -0.1, math.nan, True, "0.5", None)),
-    ],
-    ids=str,
-)
+    "value", [0.5, "gpu", {}, {"fraction": 0.5}, {"gpu_fraction": 0.5, "cpu": 1}, {"gpu_fraction": 1.5},
+              {"gpu_fraction": math.nan}, {"gpu_fraction": True}, {"gpu_fraction": "0.5"}], ids=str,
+)  # fmt: skip
 def test_wrong_placements_are_refused(value: Any) -> None:
     with pytest.raises(ArgumentError, match=r"placement=.*expected None, 'auto' or \{'gpu_fraction': f\}"):
         make(torch.float32, value)
-
-
-@pytest.mark.parametrize("value", [HALF, "auto"], ids=str)
-def test_without_an_accelerator_it_is_refused(value: Any) -> None:
     with pytest.raises(ArgumentError, match=r"placement=.*there is no accelerator, the parameters are on the CPU"):
-        make(torch.float32, value)
-
-
-def test_the_link_of_these_tests_is_a_link() -> None:
-    assert ResidentHostLink().residency.device.type == "cpu"
+        make(torch.float32, HALF)

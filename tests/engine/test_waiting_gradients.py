@@ -179,27 +179,6 @@ def test_the_error_of_a_gradient_that_waited_names_it_and_takes_the_users_answer
     optimizer.close()
 
 
-def test_masters_follow_a_parameter_that_was_written_before_a_step_that_is_given_up() -> None:
-    params, optimizer = made()
-    with torch.no_grad():
-        params[1].mul_(0.9)
-    backward(params[1:])
-    optimizer.zero_grad()
-    assert torch.equal(optimizer.state_dict()["state"][1]["master"], params[1])
-    optimizer.close()
-
-
-def test_loading_keeps_no_more_counts_of_steps() -> None:
-    params, optimizer = made()
-    for _ in range(3):
-        optimizer.load_state_dict(optimizer.state_dict())
-    assert len(optimizer._parts.params._shown_steps) == 1
-    backward(params[:2])
-    optimizer.step()
-    assert [int(optimizer.state[param]["step"]) for param in params] == [3, 3, 2, 2]
-    optimizer.close()
-
-
 def test_the_engine_keeps_memory_of_a_gradient_whose_bucket_is_not_complete() -> None:
     with rig(Settings([[64, 64]], bucket_numel=1024)) as made:
         first, second = made.shards

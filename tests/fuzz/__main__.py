@@ -17,6 +17,7 @@ from tests.fuzz.mutants import MUTANTS
 from tests.fuzz.program import Program, draw
 
 _TOGETHER = 50
+_FAILURES = 3  # after so many it ends
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,9 +25,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--programs", type=int, default=1000, help="how many (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="of the first; the others count on (default: 0)")
     parser.add_argument("--processes", type=int, default=1, help="that run programs side by side (default: 1)")
-    parser.add_argument("--failures", type=int, default=3, help="after so many it ends (default: 3)")
-    parser.add_argument("--as-drawn", action="store_true", help="do not shorten programs that fail")
-    parser.add_argument("--keep", type=Path, help="a folder for the programs that fail")
     parser.add_argument("--mutants", action="store_true", help="put mistakes in, and say how many programs find each")
     parser.add_argument("--replay", type=Path, help="run the program in this file instead")
     parser.add_argument("--show", type=int, metavar="SEED", help="print the program of this seed instead")
@@ -40,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _mutants(chosen.programs)
     began = time.monotonic()
     result = _many(chosen)
-    _report(result, time.monotonic() - began, chosen.keep)
+    _report(result, time.monotonic() - began)
     return int(bool(result.failures))
 
 
@@ -64,29 +62,23 @@ def _mutants(most: int) -> int:
 
 def _many(chosen: argparse.Namespace) -> Result:
     seeds = range(chosen.seed, chosen.seed + chosen.programs)
-    tasks = [
-        Task(seeds[start : start + _TOGETHER], chosen.failures, shorten=not chosen.as_drawn)
-        for start in range(0, len(seeds), _TOGETHER)
-    ]
+    tasks = [Task(seeds[start : start + _TOGETHER], _FAILURES) for start in range(0, len(seeds), _TOGETHER)]
     result = Result()
     with multiprocessing.get_context("spawn").Pool(chosen.processes) as pool:
         for part in pool.imap_unordered(run_task, tasks):
             result.add(part)
             print(f"\r{result.programs} programs, {len(result.failures)} failures", end="", file=sys.stderr, flush=True)
-            if len(result.failures) >= chosen.failures:
+            if len(result.failures) >= _FAILURES:
                 break
     print(file=sys.stderr)
     return result
 
 
-def _report(result: Result, seconds: float, keep: Path | None) -> None:
+def _report(result: Result, seconds: float) -> None:
     for name in sorted(result.counts):
         print(f"{result.counts[name]:>9} {name}")
     for failure in result.failures:
         print(f"\nseed {failure.program.seed}: {failure.why}\n{failure.program.to_json()}")
-        if keep is not None:
-            keep.mkdir(parents=True, exist_ok=True)
-            (keep / f"{failure.program.seed}.json").write_text(failure.program.to_json())
     print(f"{result.programs} programs in {seconds:.0f} s: {len(result.failures)} failures")
 
 

@@ -83,7 +83,6 @@ class Task:
 
     seeds: range
     failures: int
-    shorten: bool
 
 
 def run_task(task: Task) -> Result:
@@ -94,7 +93,7 @@ def run_task(task: Task) -> Result:
         result.programs += 1
         found = attempt(draw(seed))
         if isinstance(found, Failure):
-            result.failures.append(shortened(found) if task.shorten else found)
+            result.failures.append(shortened(found))
             if len(result.failures) >= task.failures:
                 break
         else:

@@ -9,6 +9,7 @@ from tests.fuzz.program import Op, Program, Settings
 
 Fails = Callable[[Program], bool]
 _PLAIN = Settings(sizes=((64,),), dtypes=("fp32",), groups=(0,))
+_DRAWN_WITH_LAYERS = ("sizes", "dtypes", "groups", "schedule", "schedule_seed", "bucket_numel", "mode")
 _KEPT = ("do", "seed", "layer", "how", "slot", "signal", "lines", "value", "name", "group", "at", "frozen", "lr")
 
 
@@ -77,23 +78,9 @@ def _simpler_settings(program: Program) -> Iterator[Program]:
             settings = replace(settings, **{name: getattr(settings, name)[:-1]})
         yield replace(program, settings=settings)
         settings = program.settings
-    for name in (
-        "frozen",
-        "idle_from",
-        "coupling",
-        "max_grad_norm",
-        "loss_scale",
-        "delivery",
-        "threads",
-        "journal_width",
-        "journal_room",
-        "state_dtype",
-        "master_dtype",
-        "accumulate_dtype",
-        "lr",
-    ):
-        if getattr(settings, name) != getattr(_PLAIN, name):
-            yield replace(program, settings=replace(settings, **{name: getattr(_PLAIN, name)}))
+    for name, plain in vars(_PLAIN).items():
+        if name not in _DRAWN_WITH_LAYERS and getattr(settings, name) != plain:
+            yield replace(program, settings=replace(settings, **{name: plain}))
     for i, dtype in enumerate(settings.dtypes):
         if dtype != "fp32":
             dtypes = (*settings.dtypes[:i], "fp32", *settings.dtypes[i + 1 :])

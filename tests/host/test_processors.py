@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ from superoffload.host.processors import (
     worker_cpus,
 )
 from superoffload.host.system import largest_cache_bytes
-from superoffload.links.select import on_device
 from tests.support.fake_machine import make_machine
 from tests.support.rank_processes import net, on_ranks, optimizer_of
 
@@ -31,34 +31,24 @@ def shares(ranks: list[RankOnNode]) -> list[list[int]]:
     return [share_cpus(ranks, rank.rank) for rank in ranks]
 
 
-def test_an_even_share_in_runs_of_neighbours() -> None:
-    everything = tuple(range(8))
-    assert shares([RankOnNode("a", rank, everything) for rank in range(2)]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert shares([RankOnNode("a", rank, everything) for rank in range(3)]) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+EIGHT = tuple(range(8))
 
 
-def test_what_a_launcher_has_divided_already_stays() -> None:
-    assert shares([RankOnNode("a", 0, (0, 1)), RankOnNode("a", 1, (2, 3, 6))]) == [[0, 1], [2, 3, 6]]
-
-
-def test_overlaps_are_divided_so_that_all_get_as_much() -> None:
-    assert shares([RankOnNode("a", 0, (0, 1, 2, 3)), RankOnNode("a", 1, (2, 3))]) == [[0, 1], [2, 3]]
-
-
-def test_other_nodes_do_not_matter() -> None:
-    assert shares([RankOnNode("a", 0, (0, 1)), RankOnNode("b", 1, (0, 1))]) == [[0, 1], [0, 1]]
-
-
-def test_processors_go_to_the_rank_whose_gpu_is_near() -> None:
-    everything = tuple(range(8))
-    ranks = [RankOnNode("a", 0, everything, (4, 5, 6, 7)), RankOnNode("a", 1, everything, (0, 1, 2, 3))]
-    assert shares(ranks) == [[4, 5, 6, 7], [0, 1, 2, 3]]
-
-
-def test_more_ranks_than_processors() -> None:
-    assert shares([RankOnNode("a", rank, (0, 1)) for rank in range(3)]) == [[0], [1], [0]]
-    assert shares([RankOnNode("a", rank, (0, 1)) for rank in range(5)]) == [[0], [1], [0], [1], [0]]
-    assert shares([RankOnNode("a", 0, (0,)), RankOnNode("a", 1, (0,)), RankOnNode("a", 2, (0, 1))]) == [[0], [0], [1]]
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([("a", EIGHT), ("a", EIGHT)], [[0, 1, 2, 3], [4, 5, 6, 7]]),  # in runs of neighbours
+        ([("a", EIGHT)] * 3, [[0, 1, 2], [3, 4, 5], [6, 7]]),
+        ([("a", (0, 1)), ("a", (2, 3, 6))], [[0, 1], [2, 3, 6]]),  # divided by a launcher already
+        ([("a", (0, 1, 2, 3)), ("a", (2, 3))], [[0, 1], [2, 3]]),
+        ([("a", (0, 1)), ("b", (0, 1))], [[0, 1], [0, 1]]),  # of other hosts
+        ([("a", EIGHT, (4, 5, 6, 7)), ("a", EIGHT, (0, 1, 2, 3))], [[4, 5, 6, 7], [0, 1, 2, 3]]),  # next to its GPU
+        ([("a", (0, 1))] * 5, [[0], [1], [0], [1], [0]]),  # more ranks than processors
+        ([("a", (0,)), ("a", (0,)), ("a", (0, 1))], [[0], [0], [1]]),
+    ],
+)
+def test_shares(ranks: list[tuple[Any, ...]], expected: list[list[int]]) -> None:
+    assert shares([RankOnNode(host, i, *cpus) for i, (host, *cpus) in enumerate(ranks)]) == expected
 
 
 def test_crowded_is_a_host_with_more_ranks_than_processors() -> None:
@@ -91,43 +81,32 @@ def is_taken(rank: RankOnNode, ranks: list[RankOnNode], divided: list[list[int]]
 
 
 @pytest.mark.parametrize(
-    ("environment", "quota", "expected"),
+    ("cpus", "environment", "quota", "expected", "beside_device"),
     [
-        ({}, None, 16),
-        ({"OMP_NUM_THREADS": "4"}, None, 4),
-        ({"OMP_NUM_THREADS": "4,2"}, None, 4),
-        ({"OMP_NUM_THREADS": "many"}, None, 16),
-        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, None, 16),
-        ({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "x"}, None, 2),
-        ({"SLURM_CPUS_PER_TASK": "6", "OMP_NUM_THREADS": "8"}, None, 6),
-        ({}, 2.5, 2),
-        ({}, 0.5, 1),
+        (16, {}, None, 16, 14),
+        (72, {}, None, 72, 70),
+        (6, {}, None, 6, 4),
+        (5, {}, None, 5, 4),  # not fewer than with four
+        (4, {}, None, 4, 4),  # too few to leave any
+        (1, {}, None, 1, 1),
+        (16, {"OMP_NUM_THREADS": "4,2"}, None, 4, 4),
+        (16, {"OMP_NUM_THREADS": "many"}, None, 16, 14),
+        (16, {"OMP_NUM_THREADS": "8"}, None, 8, 8),  # threads, and there are processors besides
+        (16, {"OMP_NUM_THREADS": "16"}, None, 16, 14),
+        (16, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, None, 16, 14),
+        (16, {"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "x"}, None, 2, 2),
+        (16, {"SLURM_CPUS_PER_TASK": "5", "OMP_NUM_THREADS": "8"}, None, 5, 4),  # processors
+        (16, {}, 8.0, 8, 6),
+        (16, {}, 2.5, 2, 2),
+        (16, {}, 0.5, 1, 1),
     ],
 )
-def test_limits_of_the_environment(environment: dict[str, str], quota: float | None, expected: int) -> None:
-    assert thread_limit(16, environment, quota) == expected
-
-
-@pytest.mark.parametrize(
-    ("cpus", "environment", "quota", "expected"),
-    [
-        (72, {}, None, 70),
-        (16, {}, None, 14),
-        (6, {}, None, 4),
-        (5, {}, None, 4),  # not fewer than with four
-        (4, {}, None, 4),  # too few to leave any
-        (1, {}, None, 1),
-        (16, {"OMP_NUM_THREADS": "8"}, None, 8),  # threads, and there are processors besides
-        (16, {"OMP_NUM_THREADS": "16"}, None, 14),
-        (16, {"SLURM_CPUS_PER_TASK": "5"}, None, 4),  # processors
-        (16, {}, 8.0, 6),
-        (16, {}, 2.5, 2),
-    ],
-)
-def test_two_processors_are_left_beside_a_device(
-    cpus: int, environment: dict[str, str], quota: float | None, expected: int
+def test_limits_of_threads(
+    cpus: int, environment: dict[str, str], quota: float | None, expected: int, beside_device: int
 ) -> None:
-    assert thread_limit(cpus, environment, quota, beside_device=True) == expected
+    """Two processors are left beside a device."""
+    assert thread_limit(cpus, environment, quota) == expected
+    assert thread_limit(cpus, environment, quota, beside_device=True) == beside_device
 
 
 @pytest.mark.parametrize(("device", "threads", "expected"), [(False, None, 16), (True, None, 14), (True, 16, 16)])
@@ -141,11 +120,6 @@ def test_an_optimizer_beside_a_device_leaves_two(
     monkeypatch.setattr("superoffload.optimizer.engine_setup.on_device", lambda params: device)
     with AdamW(net(torch.float32).parameters(), threads=threads) as optimizer:
         assert optimizer._engine.pool.threads == expected  # type: ignore[attr-defined]  # the protocol has no count
-
-
-def test_parameters_on_a_device_are_told_apart() -> None:
-    assert on_device([torch.empty(3, device="meta")])
-    assert not on_device([torch.empty(3)])
 
 
 def test_processors_next_to_a_gpu(tmp_path: Path) -> None:

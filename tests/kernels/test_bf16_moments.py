@@ -1,24 +1,20 @@
-"""bfloat16 moments with stochastic rounding: a reference of its own, exact undo, no bias, no dependence on schedule."""
+"""bfloat16 moments with stochastic rounding: the reference's bits, exact undo, no bias."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from superoffload import kernels
+from tests.support.reference import adam
+from tests.support.reference.convert import narrow, widen
 from tests.support.reference.fma import fma
-from tests.support.reference.stochastic import RandomWords, noise, stochastic
+from tests.support.reference.stochastic import RandomWords, noise
 
-SEED_STREAM = (11 << 32) | 3
-
-
-def widen(words: NDArray[np.uint16]) -> NDArray[np.float32]:
-    return (words.astype(np.uint32) << 16).view(np.float32)
-
-
-def narrow(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    return (values.view(np.uint32) >> 16).astype(np.uint16)
+STREAM = (11 << 32) | 3
 
 
 def hyper(step: int, factor: float = 1.0, *, l2: bool = False) -> kernels.Hyper:
@@ -28,62 +24,34 @@ def hyper(step: int, factor: float = 1.0, *, l2: bool = False) -> kernels.Hyper:
 class State:
     """A span with bf16 moments, and the gradients that drive it."""
 
-    def __init__(self, numel: int, stream: int = SEED_STREAM, first: int = 0) -> None:
+    def __init__(self, numel: int) -> None:
         self.random = np.random.default_rng(5)
         self.master = self.random.standard_normal(numel).astype(np.float32)
-        self.exp_avg = np.zeros(numel, np.uint16)
-        self.exp_avg_sq = np.zeros(numel, np.uint16)
-        self.gradient = np.zeros(numel, np.uint16)
-        self.shadow = np.zeros(numel, np.uint16)
-        self.span = kernels.Span(
-            self.master,
-            self.exp_avg,
-            self.exp_avg_sq,
-            self.gradient,
-            self.shadow,
-            noise_stream=stream,
-            first_index=first,
-        )
+        self.exp_avg, self.exp_avg_sq, self.gradient, self.shadow = (np.zeros(numel, np.uint16) for _ in range(4))
+        arrays = (self.master, self.exp_avg, self.exp_avg_sq, self.gradient, self.shadow)
+        self.span = kernels.Span(*arrays, noise_stream=STREAM)
 
-    def next_gradient(self) -> None:
-        self.gradient[:] = narrow(self.random.standard_normal(len(self.master)).astype(np.float32))
+    def draw(self, numel: int) -> NDArray[np.uint16]:
+        return np.asarray(narrow(self.random.standard_normal(numel).astype(np.float32), "bf16"))
 
-    def bits(self) -> bytes:
-        return b"".join(a.tobytes() for a in (self.master, self.exp_avg, self.exp_avg_sq))
+    def bits(self) -> list[bytes]:
+        return [array.tobytes() for array in (self.master, self.exp_avg, self.exp_avg_sq)]
+
+    def expected(self, h: kernels.Hyper) -> list[bytes]:
+        random = noise(len(self.master), STREAM, h.step)
+        stepped = adam.step(self.master, self.exp_avg, self.exp_avg_sq, self.gradient, "bf16", h, random)
+        return [array.tobytes() for array in stepped]
+
+    def step(self, h: kernels.Hyper) -> None:
+        expected = self.expected(h)
+        self.span.step(h)
+        assert [*self.bits(), self.shadow.tobytes()] == expected
 
 
 @pytest.fixture(params=kernels.available_isas())
-def isa(request: pytest.FixtureRequest) -> str:
-    kernels.set_isa(request.param)
-    return str(request.param)
-
-
-def reference_step(state: State, step: int) -> tuple[NDArray[np.uint16], NDArray[np.uint16], NDArray[np.float32]]:
-    f = np.float32
-    g = widen(state.gradient)
-    random = noise(len(g), SEED_STREAM, step)
-    rest = f(0.9 - float(f(0.9))) * widen(state.exp_avg)
-    m = fma(np.full_like(g, f(0.9)), widen(state.exp_avg), fma(np.full_like(g, f(1 - 0.9)), g, rest))
-    v = fma(np.full_like(g, f(0.999)), widen(state.exp_avg_sq), f(1 - 0.999) * (g * g))
-    m, v = stochastic(m, random & np.uint32(0xFFFF)), stochastic(v, random >> np.uint32(16))
-    correction1, correction2 = 1.0, 1.0
-    for _ in range(step):
-        correction1, correction2 = correction1 * 0.9, correction2 * 0.999
-    inverse = np.full_like(g, f(1 / np.sqrt(1 - correction2)))
-    q = m / fma(np.sqrt(v), inverse, np.full_like(g, f(1e-8)))
-    decayed = state.master * f(1 - 1e-3 * 0.01)
-    return narrow(m), narrow(v), fma(np.full_like(g, -f(1e-3 / (1 - correction1))), q, decayed)
-
-
-def test_step_is_the_reference_bit_for_bit(isa: str) -> None:
-    state = State(3001)
-    for step in (1, 2, 4):  # powers of two: here repeated squaring and plain products round alike
-        state.next_gradient()
-        m, v, master = reference_step(state, step)
-        state.span.step(hyper(step))
-        np.testing.assert_array_equal(state.exp_avg, m)
-        np.testing.assert_array_equal(state.exp_avg_sq, v)
-        np.testing.assert_array_equal(state.master.view(np.uint32), master.view(np.uint32))
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    with kernels.using_isa(str(request.param)):
+        yield str(request.param)
 
 
 def elements_that_show(
@@ -97,86 +65,58 @@ def elements_that_show(
     return np.where(differ, element_with[(0x10000 - larger) & 0xFFFF], -1)
 
 
-def expect_reference(state: State, step: int) -> None:
-    expected = reference_step(state, step)
-    state.span.step(hyper(step))
-    np.testing.assert_array_equal(state.exp_avg, expected[0])
-    np.testing.assert_array_equal(state.exp_avg_sq, expected[1])
-    np.testing.assert_array_equal(state.master.view(np.uint32), expected[2].view(np.uint32))
-
-
-def test_what_rounding_beta1_cuts_off_counts_with_bf16_moments_too(isa: str) -> None:
-    """Stochastic rounding hides the last bit of nearly every element: values are put where the noise shows it."""
+@pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
+def test_the_last_bit_before_rounding_is_right(isa: str, moment: str) -> None:
+    """Stochastic rounding hides it in nearly every element: values are put where the noise shows it. What rounding
+    beta1 cuts off counts, and the gradient is squared first."""
     f, state = np.float32, State(1 << 16)
-    m, g = (narrow(state.random.standard_normal(2000).astype(f)) for _ in range(2))
-    rest = f(0.9 - float(f(0.9))) * widen(m)
-    beta1, share = np.full_like(rest, f(0.9)), np.full_like(rest, f(1 - 0.9))
-    right, wrong = (fma(beta1, widen(m), fma(share, widen(g), part)) for part in (rest, 0 * rest))
-    at = elements_that_show(right, wrong, noise(1 << 16, SEED_STREAM, 4) & np.uint32(0xFFFF))
-    assert (at >= 0).sum() > 100
-    state.exp_avg[at[at >= 0]], state.gradient[at[at >= 0]] = m[at >= 0], g[at >= 0]
-    expect_reference(state, 4)
-
-
-def test_the_gradient_is_squared_first_with_bf16_moments_too(isa: str) -> None:
-    f, state = np.float32, State(1 << 16)
-    g = narrow(state.random.standard_normal(2000).astype(f))
-    share = f(1 - 0.999)
-    right, wrong = share * (widen(g) * widen(g)), (share * widen(g)) * widen(g)
-    at = elements_that_show(right, wrong, noise(1 << 16, SEED_STREAM, 4) >> np.uint32(16))
+    m, g = state.draw(2000), state.draw(2000)
+    random = noise(1 << 16, STREAM, 4)
+    if moment == "exp_avg":
+        rest = f(0.9 - float(f(0.9))) * widen(m)
+        beta1, share = np.full_like(rest, f(0.9)), np.full_like(rest, f(1 - 0.9))
+        right, wrong = (fma(beta1, widen(m), fma(share, widen(g), part)) for part in (rest, 0 * rest))
+        at = elements_that_show(right, wrong, random & np.uint32(0xFFFF))
+        state.exp_avg[at[at >= 0]] = m[at >= 0]
+    else:
+        share = f(1 - 0.999)
+        right, wrong = share * (widen(g) * widen(g)), (share * widen(g)) * widen(g)
+        at = elements_that_show(right, wrong, random >> np.uint32(16))
     assert (at >= 0).sum() > 100
     state.gradient[at[at >= 0]] = g[at >= 0]
-    expect_reference(state, 4)
+    state.step(hyper(4))
 
 
 @pytest.mark.parametrize("l2", [False, True])
 @pytest.mark.parametrize("width", [1, 2])
-def test_undo_replay_and_publish_are_exact(isa: str, width: int, l2: bool) -> None:
-    state, plain = State(2500), State(2500)
+def test_every_way_to_step_is_the_reference(isa: str, width: int, l2: bool) -> None:
+    state = State(2500)
     for step in range(1, 25):
-        state.next_gradient()
-        plain.gradient[:] = state.gradient
+        state.gradient[:] = state.draw(2500)
         if step == 20:  # hostile values among the old state and the gradient
-            for one in (state, plain):
-                one.gradient[:4] = [0x7FC0, 0x7F80, 0x8000, 0x0001]
-                one.exp_avg[4:8] = [0x7FC0, 0xFF80, 0x8000, 0x7F7F]
-                one.master[8:10] = [np.nan, -0.0]
-        before = state.bits()
-        assert state.span.step_journaled(hyper(step, l2=l2), width)
-        after, shadow = state.bits(), state.shadow.copy()
+            state.gradient[:4] = [0x7FC0, 0x7F80, 0x8000, 0x0001]
+            state.exp_avg[4:8] = [0x7FC0, 0xFF80, 0x8000, 0x7F7F]
+            state.master[8:10] = [np.nan, -0.0]
+        h, before = hyper(step, l2=l2), state.bits()
+        *after, shadow = state.expected(h)
+        replayed = state.expected(hyper(step, 0.25, l2=l2))
+        assert state.span.step_journaled(h, width)
+        assert state.bits() == after
         state.span.undo()
         assert state.bits() == before
         state.shadow[:] = 0
-        state.span.publish(hyper(step, l2=l2))
-        np.testing.assert_array_equal(state.shadow, shadow)
-        assert state.span.step_journaled(hyper(step, l2=l2), width)
-        assert state.bits() == after
+        state.span.publish(h)
+        assert state.shadow.tobytes() == shadow
+        assert state.span.step_journaled(h, width)
         state.span.replay(hyper(step, 0.25, l2=l2))
-        plain.span.step(hyper(step, 0.25, l2=l2))
-        assert state.bits() == plain.bits()
-
-
-def test_noise_depends_on_the_place_in_the_shard_and_not_on_the_cut(isa: str) -> None:
-    whole, parts = State(4096), [State(1024, first=0), State(3072, first=1024)]
-    whole.next_gradient()
-    parts[0].gradient[:], parts[1].gradient[:] = whole.gradient[:1024], whole.gradient[1024:]
-    parts[0].master[:], parts[1].master[:] = whole.master[:1024], whole.master[1024:]
-    for state in (whole, *parts):
-        state.span.step(hyper(1))
-    np.testing.assert_array_equal(whole.exp_avg, np.concatenate([part.exp_avg for part in parts]))
-    other = State(4096, stream=SEED_STREAM + 1)
-    other.gradient[:], other.master[:] = whole.gradient, parts[0].master.repeat(4)
-    other.span.step(hyper(1))
-    assert (other.exp_avg != whole.exp_avg).mean() > 0.3
+        assert [*state.bits(), state.shadow.tobytes()] == replayed
 
 
 def test_rounding_has_no_bias() -> None:
     """With round to nearest exp_avg_sq would stand still here: each step changes it by less than half a unit."""
     state = State(1 << 16)
-    one = narrow(np.ones(1, np.float32))[0]
-    state.exp_avg_sq[:], state.exp_avg[:], state.gradient[:] = one, one, 0
-    state.span.step(hyper(1000))
-    mean = widen(state.exp_avg_sq).astype(np.float64).mean()
+    state.exp_avg_sq[:] = state.exp_avg[:] = 0x3F80  # 1
+    state.step(hyper(1000))
     spread = 2.0**-8 / np.sqrt(state.master.size)  # standard error of the mean is below this
-    assert abs(mean - 0.999) < 5 * spread
+    assert abs(widen(state.exp_avg_sq).astype(np.float64).mean() - 0.999) < 5 * spread
     assert abs(widen(state.exp_avg).astype(np.float64).mean() - 0.9) < 5 * spread

@@ -73,14 +73,13 @@ class State:
         size = 10.0 ** self.random.uniform(-decades, 0, self.numel)
         self.set_gradient((self.random.standard_normal(self.numel) * size).astype(np.float32))
 
-    def expected(self, h: kernels.Hyper) -> eight_bit.Stepped:
+    def check(self, way: str, h: kernels.Hyper) -> None:
+        """Steps, and compares with the reference."""
         random = noise(self.numel, STREAM, h.step, FIRST)
+        moments = self.exp_avg.copy(), self.exp_avg_sq.copy()
         published = "split" if self.split else "bf16"
-        return eight_bit.step(
-            self.master, self.exp_avg.copy(), self.exp_avg_sq.copy(), self.gradient, published, h, random
-        )
-
-    def expect(self, wanted: eight_bit.Stepped) -> None:
+        wanted = eight_bit.step(self.master, *moments, self.gradient, published, h, random)
+        self._do(way, h)
         np.testing.assert_array_equal(self.exp_avg, wanted.exp_avg)
         np.testing.assert_array_equal(self.exp_avg_sq, wanted.exp_avg_sq)
         np.testing.assert_array_equal(self.master.view(np.uint32), wanted.master.view(np.uint32))
@@ -90,7 +89,7 @@ class State:
         arrays = (self.stored, self.exp_avg, self.exp_avg_sq, *((self.shadow,) if self.split else ()))
         return b"".join(array.tobytes() for array in arrays)
 
-    def do(self, way: str, h: kernels.Hyper) -> None:
+    def _do(self, way: str, h: kernels.Hyper) -> None:
         """Steps in one of the ways that must give the same bits; undoes on the way where that is one."""
         if way == "step":
             self.span.step(h)
@@ -113,27 +112,14 @@ class State:
 WAYS = ("step", "two phases", "undo 1", "undo 2", "replay 1", "replay 2")
 
 
-@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("l2", [False, True])
-@pytest.mark.parametrize("numel", [1, 3, 64, 255, 256, 257, 700, 1024, 1025, 3001])
-def test_every_way_to_step_is_the_reference(isa: str, numel: int, l2: bool, split: bool) -> None:
-    state = State(numel, split=split)
-    for step, way in enumerate((*WAYS, *WAYS), start=1):
-        state.next_gradient()
-        h = hyper(step, eps=0.0 if step % 3 == 0 else 1e-8, l2=l2)
-        wanted = state.expected(h)
-        state.do(way, h)
-        state.expect(wanted)
-
-
-@pytest.mark.parametrize("gradient", ["fp32", "bf16", "fp16"])
-def test_every_type_of_gradient(isa: str, gradient: str) -> None:
-    state = State(1500, gradient=gradient)
-    for step, way in enumerate(WAYS, start=1):
-        state.next_gradient(decades=2.0)
-        wanted = state.expected(hyper(step, 0.37))
-        state.do(way, hyper(step, 0.37))
-        state.expect(wanted)
+@pytest.mark.parametrize("numel", [1, 64, 255, 256, 257, 1024, 1025, 3001])
+def test_every_way_to_step_is_the_reference(isa: str, numel: int, l2: bool) -> None:
+    for split, gradient in ((False, "bf16"), (True, "fp16")):
+        state = State(numel, gradient=gradient, split=split)
+        for step, way in enumerate((*WAYS, *WAYS), start=1):
+            state.next_gradient()
+            state.check(way, hyper(step, 0.37 if step == 4 else 1.0, eps=0.0 if step % 3 == 0 else 1e-8, l2=l2))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -143,20 +129,7 @@ def test_hostile_blocks(isa: str, way: str) -> None:
     for step in range(1, 5):
         turned = blocks[step:] + blocks[:step]  # so that each block's contents meet another's state
         state.set_gradient(np.concatenate(turned if step % 2 else blocks))
-        h = hyper(step, eps=0.0 if step == 3 else 1e-8)
-        wanted = state.expected(h)
-        state.do(way, h)
-        state.expect(wanted)
-
-
-def test_only_a_nan_or_an_infinite_gradient_makes_a_block_nan(isa: str) -> None:
-    for name, gradient in hostile_blocks().items():
-        state = State(512, gradient="fp32")
-        state.set_gradient(np.concatenate([gradient, np.ones(256, np.float32)]))
-        state.span.step(hyper(1))
-        bad = not np.isfinite(gradient).all()
-        assert np.isnan(state.master[:256]).all() if bad else np.isfinite(state.master[:256]).all(), name
-        assert np.isfinite(state.master[256:]).all(), name
+        state.check(way, hyper(step, eps=0.0 if step == 3 else 1e-8))
 
 
 @settings(deadline=None, max_examples=60)
@@ -183,25 +156,7 @@ def test_any_schedule_gives_the_bits_of_the_reference(
                 words = state.random.integers(0, 2**32, numel, np.uint32)
                 state.set_gradient(words.view(np.float32))
             h = hyper(step, data.draw(st.sampled_from([1.0, 0.25, 0.0])), l2=data.draw(st.booleans()))
-            wanted = state.expected(h)
-            state.do(data.draw(st.sampled_from(WAYS)), h)
-            state.expect(wanted)
-
-
-def test_cuts_at_blocks_change_no_bit(isa: str) -> None:
-    whole = State(1024)
-    whole.next_gradient()
-    parts = []
-    for begin, end in ((0, 256), (256, 768), (768, 1024)):
-        first, second = (np.zeros(eight_bit.stored_size(end - begin), np.uint8) for _ in range(2))
-        master, shadow = whole.stored[begin:end].copy(), np.zeros(end - begin, np.uint16)
-        gradient = whole.gradient[begin:end].copy()
-        span = kernels.Span(master, first, second, gradient, shadow, noise_stream=STREAM, first_index=FIRST + begin)
-        span.step(hyper(1))
-        parts.append((master, first[: end - begin], second[: end - begin]))
-    whole.span.step(hyper(1))
-    for i, mine in enumerate((whole.stored, whole.exp_avg[:1024], whole.exp_avg_sq[:1024])):
-        np.testing.assert_array_equal(mine, np.concatenate([part[i] for part in parts]))
+            state.check(data.draw(st.sampled_from(WAYS)), h)
 
 
 def test_journal_of_one_byte_is_enough_in_training(isa: str) -> None:
@@ -244,9 +199,7 @@ def test_denormal_codes_are_rounded_from_the_nearest_number(isa: str) -> None:
     gradient = ((enough - np.where(np.arange(256) % 2 == 0, 0.25, 0.75)) * 2.0**-37).astype(np.float32)
     gradient[0] = 1.0
     state.set_gradient(gradient)
-    wanted = state.expected(h)
-    state.span.step(h)
-    state.expect(wanted)
+    state.check("step", h)
     np.testing.assert_array_equal(state.exp_avg[1:256], np.arange(1, 256) % 2 == 0)
 
 
@@ -271,19 +224,11 @@ def test_what_the_bytes_mean() -> None:
     np.testing.assert_array_equal(found, np.array([1.0, 1.875, 2.0**-30, 2.0**-33, 0.0], np.float32))
 
 
-@pytest.mark.parametrize("sizes", [(10, 11), (11, 10), (10, 10), (11, 12)])
-def test_moments_without_room_for_their_scales_are_refused(sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize("sizes", [(10, 11), (11, 10), (11, 12)])
+def test_moments_without_room_for_their_scales_or_of_two_dtypes_are_refused(sizes: tuple[int, int]) -> None:
+    master, gradient, shadow = np.zeros(10, np.float32), np.zeros(10, np.uint16), np.zeros(10, np.uint16)
     first, second = (np.zeros(size, np.uint8) for size in sizes)
     with pytest.raises(ArgumentError, match="scales of their 1 blocks"):
-        kernels.Span(np.zeros(10, np.float32), first, second, np.zeros(10, np.uint16), np.zeros(10, np.uint16))
-
-
-def test_moments_of_two_dtypes_are_refused() -> None:
+        kernels.Span(master, first, second, gradient, shadow)
     with pytest.raises(ArgumentError, match="both uint8"):
-        kernels.Span(
-            np.zeros(10, np.float32),
-            np.zeros(11, np.uint8),
-            np.zeros(10, np.float32),
-            np.zeros(10, np.uint16),
-            np.zeros(10, np.uint16),
-        )
+        kernels.Span(master, np.zeros(11, np.uint8), master.copy(), gradient, shadow)

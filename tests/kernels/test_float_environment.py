@@ -118,43 +118,26 @@ def test_the_settings_bite_where_nobody_guards_against_them() -> None:
 @known_machine
 @each_isa
 @each_setting
-@pytest.mark.parametrize("operation", ["step", "journaled", "publish"])
-def test_same_bits_under_any_setting_which_then_still_holds(isa: str, setting: str, operation: str) -> None:
-    def run(guarded: GuardedSpan, hyper: kernels.Hyper) -> None:
-        if operation == "step":
-            guarded.span.step(hyper)
-        elif operation == "journaled":
-            assert guarded.span.step_journaled(hyper, width=1)
-        else:
-            guarded.span.publish(hyper)
-
+def test_same_bits_under_any_setting_which_then_still_holds(isa: str, setting: str) -> None:
+    """Also where settings change between a step and its undo or replay."""
+    bits = SETTINGS[setting]
     with kernels.using_isa(isa):
         for old, guarded, hyper, expected in spans():
-            frozen = kernel_hyper(hyper)
-            under(SETTINGS[setting], run, guarded, frozen)
-            if operation == "publish":
-                expected = adam.Stepped(*old, expected.shadow)
-            expect_step(guarded, expected, f"{operation} {hyper}")
-
-
-@known_machine
-@each_isa
-@each_setting
-@pytest.mark.parametrize("set_while", ["stepping", "undoing", "both"])
-def test_undo_and_replay_are_exact_when_settings_change_in_between(isa: str, setting: str, set_while: str) -> None:
-    stepping = SETTINGS[setting] if set_while != "undoing" else 0
-    undoing = SETTINGS[setting] if set_while != "stepping" else 0
-    with kernels.using_isa(isa):
-        for width in (1, 2):
-            for old, guarded, hyper, expected in spans():
-                frozen = kernel_hyper(hyper)
-                under(stepping, guarded.span.step_journaled, frozen, width)
+            span, frozen = guarded.span, kernel_hyper(hyper)
+            under(bits, span.publish, frozen)
+            expect_step(guarded, adam.Stepped(*old, expected.shadow), f"publish {hyper}")
+            for width, stepping, undoing in ((1, bits, 0), (2, 0, bits), (1, bits, bits), (2, bits, bits)):
+                assert under(stepping, span.step_journaled, frozen, width)
                 expect_step(guarded, expected, f"journaled step {hyper}")
-                under(undoing, guarded.span.undo)
+                under(undoing, span.undo)
                 assert_state(guarded.state, old, f"undo {hyper}")
-                under(stepping, guarded.span.step_journaled, kernel_hyper(hyper, step=9), width)
-                under(undoing, guarded.span.replay, frozen)
+                under(stepping, span.step_journaled, kernel_hyper(hyper, step=9), width)
+                under(undoing, span.replay, frozen)
                 expect_step(guarded, expected, f"replay {hyper}")
+                for now, then in zip(guarded.state, old, strict=True):
+                    now[...] = then
+            under(bits, span.step, frozen)
+            expect_step(guarded, expected, f"step {hyper}")
 
 
 @known_machine
@@ -169,13 +152,11 @@ def test_norm_under_any_setting(isa: str, setting: str) -> None:
             gradient = cases.finite(cases.gradient("hostile", form, 3000, 311), form)
             tiny = cases.ranged(3000, 312, -126, -120) * np.float32(2.0**-10)
             out = np.zeros_like(gradient)
-            expected = [adam.sum_of_squares(gradient), adam.sum_of_squares(gradient), adam.sum_of_squares(tiny)]
-            got = [
-                under(SETTINGS[setting], kernels.sum_of_squares, gradient),
-                under(SETTINGS[setting], kernels.pack, gradient, out),
-                under(SETTINGS[setting], kernels.sum_of_squares, tiny),
-            ]
-            assert [sums.tobytes() for sums in got] == [sums.tobytes() for sums in expected]
+            for expected, got in (
+                (adam.sum_of_squares(gradient), under(SETTINGS[setting], kernels.pack, gradient, out)),
+                (adam.sum_of_squares(tiny), under(SETTINGS[setting], kernels.sum_of_squares, tiny)),
+            ):
+                assert got.tobytes() == expected.tobytes()
             assert_bits("packed gradient", out, gradient)
 
 

@@ -19,7 +19,6 @@ from benchmarks.adam.accuracy import (
     training_like_inputs,
     units,
 )
-from superoffload import kernels
 
 NUMEL = 1 << 18
 
@@ -52,19 +51,6 @@ def test_nor_are_they_with_other_betas(betas: tuple[float, float]) -> None:
             assert max(draw.largest for draw in ours) <= max(draw.largest for draw in torchs), part
 
 
-def test_the_largest_error_of_a_master_is_that_of_its_direction() -> None:
-    """Where the new exp_avg is what is left of two terms that cancelled, its error is large in units of itself, and so
-    is that of the direction, which is as long as any other: a property of Adam in fp32, and of torch's kernel too."""
-    inputs = training_like_inputs(NUMEL, seed=1, step=2, lr=1e-3)
-    exact = exact_step(inputs)
-    unit = units(inputs, exact)
-    lost = np.abs(inputs.exp_avg) / np.maximum(np.abs(exact["exp_avg"]), 1e-30)
-    for got in (our_step(inputs), torch_step(inputs)):
-        error = np.abs(got["master"].astype(np.float64) - exact["master"]) / unit["master"]
-        assert error[lost < 4].max() < 10 < error.max()
-        assert (error > 5).mean() < 2e-4
-
-
 def test_an_error_of_one_unit_is_one_unit() -> None:
     inputs = training_like_inputs(1000, seed=0)
     exact = {part: array.astype(np.float32) for part, array in exact_step(inputs).items()}
@@ -72,12 +58,3 @@ def test_an_error_of_one_unit_is_one_unit() -> None:
     for part in PARTS:
         assert errors(inputs, exact)[part].largest <= 0.5
         assert 0.9 < errors(inputs, off)[part].mean < 1.1
-
-
-def test_all_instruction_sets_have_the_same_errors() -> None:
-    inputs = training_like_inputs(5000, seed=3)
-    results = []
-    for isa in kernels.available_isas():
-        with kernels.using_isa(isa):
-            results.append({part: array.tobytes() for part, array in our_step(inputs).items()})
-    assert all(result == results[0] for result in results)

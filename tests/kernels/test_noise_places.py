@@ -60,44 +60,39 @@ def span_of(arrays: list[Any], **where: Any) -> kernels.Span:
     return kernels.Span(*arrays, noise_stream=STREAM, **where)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("box", BOXES, ids=str)
-def test_a_part_has_the_bits_that_it_has_in_the_whole_parameter(isa: str, box: PlacedBox, way: str) -> None:
+def test_a_part_has_the_bits_that_it_has_in_the_whole_parameter(isa: str, box: PlacedBox) -> None:
     """With bf16 moments, where elements do not depend on one another."""
     numel = int(np.prod(box.shape))
     whole = state_of(numel, np.zeros(numel, np.uint16))
     part = [array[box.places].copy() for array in whole]
     spans = span_of(whole), span_of(part, start=box.start, axes=box.axes)
-    for step in range(1, 5):
+    for step, way in enumerate(WAYS, start=1):
         whole[3][:] = gradient(step, numel)
         part[3][:] = whole[3][box.places]
         spans[0].step(hyper(step))
         do(spans[1], way, step)
         for name, all_of_it, here in zip(("master", "exp_avg", "exp_avg_sq", "", "shadow"), whole, part, strict=True):
-            np.testing.assert_array_equal(here, all_of_it[box.places], f"{name}, step {step}")
+            np.testing.assert_array_equal(here, all_of_it[box.places], f"{name}, {way}")
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("box", BOXES, ids=str)
-def test_8_bit_moments_take_the_noise_of_their_places(isa: str, box: PlacedBox, way: str) -> None:
+def test_8_bit_moments_take_the_noise_of_their_places(isa: str, box: PlacedBox) -> None:
     """Against the reference: the scales are those of the part's own blocks."""
     numel = len(box.places)
     part = state_of(numel, np.zeros(eight_bit.stored_size(numel), np.uint8))
     span = span_of(part, start=box.start, axes=box.axes)
-    for step in range(1, 5):
+    for step, way in enumerate(WAYS, start=1):
         part[3][:] = gradient(step, numel)
-        first, second = (moment.astype(np.uint8) for moment in part[1:3])
         random = noise_at(box.places, STREAM, step)
-        wanted = eight_bit.step(part[0].astype(np.float32), first, second, part[3], "bf16", hyper(step), random)
+        wanted = eight_bit.step(part[0], part[1].copy(), part[2].copy(), part[3], "bf16", hyper(step), random)
         do(span, way, step)
-        np.testing.assert_array_equal(part[1], wanted.exp_avg)
-        np.testing.assert_array_equal(part[2], wanted.exp_avg_sq)
-        np.testing.assert_array_equal(part[0].view(np.uint32), wanted.master.view(np.uint32))
-        np.testing.assert_array_equal(part[4], wanted.shadow)
+        for here, expected in zip((*part[:3], part[4]), wanted, strict=True):
+            np.testing.assert_array_equal(here, expected, way)
 
 
 @pytest.mark.parametrize("first_index", [1024, 1000, 1])
-@pytest.mark.parametrize("box", BOXES, ids=str)
+@pytest.mark.parametrize("box", BOXES[::2], ids=str)
 def test_pieces_of_a_part_continue_its_places(isa: str, box: PlacedBox, first_index: int) -> None:
     """As buckets cut it, also past 2^32 places."""
     far = box.start + 2**32 - 3000

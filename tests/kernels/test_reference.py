@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support import kernel_inputs as cases
-from tests.support.reference import adam, convert, exact, journal
+from tests.support.reference import adam, convert, exact
 from tests.support.reference.fma import fma
 from tests.support.reference.trainer import Group, Parameter, Trainer
 
@@ -32,62 +32,21 @@ def expect_fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> None:
         assert word == expected, f"fma({a.hex()}, {b.hex()}, {c.hex()}): {word:#010x}, expected {expected:#010x}"
 
 
-def test_fma_of_hostile_patterns() -> None:
-    expect_fma(cases.hostile_fp32(6000, 1), cases.hostile_fp32(6000, 2), cases.hostile_fp32(6000, 3))
-
-
-def test_fma_of_every_pair_of_special_values() -> None:
-    special = (*cases.SPECIAL_FP32[::2], 0x7F800000, 0x3F800000)
-    signed = np.array([word | sign for word in special for sign in (0, 0x80000000)], dtype=np.uint32).view(np.float32)
-    x, y, z = (grid.ravel() for grid in np.meshgrid(signed, signed, signed[::3]))
-    expect_fma(x, y, z)
-
-
-def test_fma_where_rounding_twice_would_be_wrong() -> None:
-    # 1 + 2**-24 is a tie of fp32; an addend far below fp64's last bit decides it.
-    tie = floats(0x33800000)[0]
+def test_fma_is_rounded_once() -> None:
+    """Hostile patterns, special values with one another, ties that rounding twice would get wrong, cancellation,
+    results that are denormal or overflow, signed zeros and invalid operations."""
+    expect_fma(*(cases.hostile_fp32(6000, seed) for seed in (1, 2, 3)))
+    special = (*cases.SPECIAL_FP32[::3], 0x7F800000, 0x3F800000)
+    signed = floats(*(word | sign for word in special for sign in (0, 0x80000000)))
+    expect_fma(*(grid.ravel() for grid in np.meshgrid(signed, signed, signed[::3])))
+    # (1 + 2**-12)**2 = 1 + 2**-11 + 2**-24: a tie, decided by an addend far below fp64's last bit.
+    near_one = np.array([1 + 2**-12] * 3, dtype=np.float32)
     tiny = floats(0x00000001, 0x80000001, 0x00000000)
-    one_above, one = 0x3F800001, 0x3F800000
-    x = np.array([1 + 2**-12] * 3, dtype=np.float32)
-    y = np.array([1 + 2**-12] * 3, dtype=np.float32)
-    # (1 + 2**-12)**2 = 1 + 2**-11 + 2**-24: a tie, decided by z.
-    assert words_of(fma(x, y, tiny)) == [0x3F801001, 0x3F801000, 0x3F801000]
-    ones = np.ones(3, dtype=np.float32)
-    assert words_of(fma(tiny, ones, ones)) == [one, one, one]
-    assert words_of(fma(np.array([tie], np.float32), ones[:1], ones[:1])) == [one]
-    assert words_of(fma(np.array([tie], np.float32), floats(one_above), ones[:1])) == [one_above]
-
-
-def test_fma_near_cancellation_and_in_the_denormal_range() -> None:
-    x = cases.ranged(3000, 4, -3, 3)
-    y = cases.ranged(3000, 5, -3, 3)
-    with np.errstate(all="ignore"):
-        cancelling = -(x * y)
-    expect_fma(x, y, cancelling)
-    expect_fma(
-        cases.ranged(3000, 6, -80, -60),
-        cases.ranged(3000, 7, -80, -60),
-        np.copysign(np.float32(0), cases.hostile_fp32(3000, 8)),
-    )
+    assert words_of(fma(near_one, near_one, tiny)) == [0x3F801001, 0x3F801000, 0x3F801000]
+    x, y = cases.ranged(3000, 4, -3, 3), cases.ranged(3000, 5, -3, 3)
+    expect_fma(x, y, -(x * y))
     expect_fma(cases.ranged(3000, 9, -75, -60), cases.ranged(3000, 10, -75, -60), cases.ranged(3000, 11, -126, -120))
     expect_fma(cases.ranged(1000, 12, 60, 66), cases.ranged(1000, 13, 60, 64), cases.ranged(1000, 14, 120, 127))
-
-
-def test_fma_signed_zeros() -> None:
-    plus, minus = 0x00000000, 0x80000000
-    one, minus_one = 0x3F800000, 0xBF800000
-    x = floats(plus, minus, plus, minus, one, one, minus_one)
-    y = floats(one, one, minus_one, one, one, minus_one, minus_one)
-    z = floats(minus, minus, minus, plus, minus_one, one, minus_one)
-    assert words_of(fma(x, y, z)) == [plus, minus, minus, plus, plus, plus, plus]
-
-
-def test_fma_invalid_operations_give_nan() -> None:
-    infinity, minus_infinity, zero, one = 0x7F800000, 0xFF800000, 0, 0x3F800000
-    x = floats(infinity, infinity, one, NAN, one)
-    y = floats(zero, one, one, one, one)
-    z = floats(one, minus_infinity, minus_infinity, one, 0x7F800001)
-    assert words_of(fma(x, y, z)) == [NAN, NAN, minus_infinity, NAN, NAN]
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
@@ -203,26 +162,6 @@ def fp32_word(value: float) -> int:
     return int(np.float32(value).view(np.uint32))
 
 
-def test_step_stores_canonical_nan_only() -> None:
-    one, minus_nan = 0x3F800000, 0xFFC00001
-    old = (floats(one, minus_nan, one, one), floats(one, one, 0x7F800001, one), floats(one, one, one, 0xBF800000))
-    gradient = floats(0x7FFFFFFF, one, one, 0)
-    hyper = adam.Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2, step=3)
-    stepped = adam.step(*old, gradient, "bf16", hyper)
-    assert [int(x) for x in convert.bits(stepped.master)] == [NAN] * 4
-    assert [int(x) == NAN for x in convert.bits(stepped.exp_avg)] == [True, False, True, False]
-    assert [int(x) == NAN for x in convert.bits(stepped.exp_avg_sq)] == [True, False, False, False]
-    assert [int(x) for x in stepped.shadow] == [0x7FC0] * 4
-
-
-def test_power_is_repeated_squaring() -> None:
-    assert adam.power(0.9, 0) == 1.0
-    assert adam.power(0.9, 1) == 0.9
-    assert adam.power(0.9, 6) == (0.9 * 0.9) * ((0.9 * 0.9) * (0.9 * 0.9))
-    assert adam.power(0.0, 5) == 0.0
-    assert math.isclose(adam.power(0.999, 12345), 0.999**12345, rel_tol=1e-12)
-
-
 def test_norm_blocks_against_plain_loops() -> None:
     for form in cases.FORMATS:
         gradient = cases.finite(cases.gradient("hostile", form, 2600, 50), form)
@@ -238,16 +177,6 @@ def test_norm_blocks_against_plain_loops() -> None:
             assert got[block] == (four[0] + four[2]) + (four[1] + four[3])
 
 
-def test_norm_block_with_anything_not_finite_is_infinite() -> None:
-    for pattern in (0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001):
-        gradient = cases.ranged(3000, 51, -3, 3)
-        gradient[1500] = floats(pattern)[0]
-        got = adam.sum_of_squares(gradient)
-        assert got[1] == math.inf
-        assert np.isfinite(got[[0, 2]]).all()
-    assert adam.sum_of_squares(np.zeros(0, dtype=np.float32)).shape == (0,)
-
-
 def test_fold_against_plain_loops() -> None:
     for count in (0, 1, 7, 8, 9, 100):
         blocks = cases.block_sums(count, 52)
@@ -258,54 +187,8 @@ def test_fold_against_plain_loops() -> None:
         assert adam.fold_sums(blocks) == (four[0] + four[2]) + (four[1] + four[3])
 
 
-def test_verdict() -> None:
-    blocks = [adam.sum_of_squares(np.array([3.0, 0.0], np.float32)), adam.sum_of_squares(np.array([4.0], np.float32))]
-    assert adam.verdict(blocks, None) == (5.0, 1.0, False, 1.0)
-    assert adam.verdict(blocks, 10.0) == (5.0, 1.0, False, 1.0)
-    clipped = adam.verdict(blocks, 1.0, unscale=-0.5)
-    assert clipped.grad_norm == 2.5
-    assert clipped.clip_coefficient == 1.0 / (2.5 + 1e-6)
-    assert clipped.gradient_factor == float(np.float32(-0.5 * clipped.clip_coefficient))
-    assert adam.verdict([np.array([1.0, np.inf])], 1.0).found_inf
-
-
-def test_journal_estimates_are_near_in_training_and_exact_in_the_first_step() -> None:
-    old = cases.state("training", 4000, 60)
-    gradient = cases.gradient("training", "bf16", 4000, 63)
-    hyper = cases.HYPERS[2]
-    lanes = journal.escapes(old, gradient, adam.step(*old, gradient, "bf16", hyper), hyper, 1)
-    assert all(mask.mean() < 0.1 for mask in lanes.values()), lanes
-    fresh = cases.State(old.master, np.zeros(4000, np.float32), np.zeros(4000, np.float32))
-    first = journal.estimates(
-        old.master, gradient, adam.step(*fresh, gradient, "bf16", cases.HYPERS[0]), cases.HYPERS[0]
-    )
-    assert not journal.distance(fresh.exp_avg, first.exp_avg).any()
-    assert not journal.distance(fresh.exp_avg_sq, first.exp_avg_sq).any()
-
-
-def test_trainer_counts_steps_per_parameter_and_skips_whole_steps() -> None:
-    initial = [cases.ranged(50, 70, -5, 0), cases.ranged(20, 71, -5, 0)]
-    parameters = [Parameter(values, "bf16") for values in initial]
-    trainer = Trainer([Group(parameters[:1], lr=1e-2), Group(parameters[1:], lr=1e-3)], max_grad_norm=0.5)
-    gradients = [cases.ranged(50, 72, -3, 0), cases.ranged(20, 73, -3, 0)]
-    assert trainer.step([gradients[0], None]).clip_coefficient < 1.0
-    assert [p.step for p in parameters] == [1, 0]
-    assert np.array_equal(convert.bits(parameters[1].master), convert.bits(initial[1]))
-    before = trainer.digests()
-    bad = gradients[1].copy()
-    bad[7] = np.nan
-    assert trainer.step([gradients[0], bad]).found_inf
-    assert trainer.digests() == before
-    assert (trainer.steps, trainer.skipped_steps, [p.step for p in parameters]) == (1, 1, [1, 0])
-    trainer.step(gradients)
-    assert [p.step for p in parameters] == [2, 1]
-    assert all(trainer.digests()[kind] != before[kind] for kind in before)
-    with pytest.raises(ValueError, match="1 gradients for 2 parameters"):
-        trainer.step(gradients[:1])
-
-
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_trainer_follows_torch_for_200_steps(weight_decay: float) -> None:
+def test_trainer_follows_torch_for_60_steps(weight_decay: float) -> None:
     torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
     shapes = (700, 1500, 33)
     initial = [cases.ranged(n, 80 + i, -8, -2) for i, n in enumerate(shapes)]
@@ -316,8 +199,8 @@ def test_trainer_follows_torch_for_200_steps(weight_decay: float) -> None:
     trainer = Trainer([group], max_grad_norm=1.0)
     accumulated_lr = 0.0
     clipped = 0
-    for step in range(200):
-        lr = 1e-3 * (step + 1) / 20 if step < 20 else 1e-3 * (1 - step / 250)
+    for step in range(60):
+        lr = 1e-3 * (step + 1) / 20 if step < 20 else 1e-3 * (1 - step / 75)
         group.lr = optimizer.param_groups[0]["lr"] = lr
         accumulated_lr += lr
         scale = np.float32(1.0 if step % 3 else 0.01)
@@ -331,4 +214,4 @@ def test_trainer_follows_torch_for_200_steps(weight_decay: float) -> None:
             expected = parameter.detach().numpy().astype(np.float64)
             allowed = 1e-6 * np.maximum(np.abs(expected), accumulated_lr)
             assert np.all(np.abs(mine.master - expected) <= allowed), f"step {step}"
-    assert 0 < clipped < 200
+    assert 0 < clipped < 60

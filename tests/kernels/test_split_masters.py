@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
@@ -25,7 +24,6 @@ from tests.support.reference.stochastic import noise
 each_isa = pytest.mark.parametrize("isa", kernels.available_isas())
 each_mode = pytest.mark.parametrize("mode", ["adamw", "l2"])
 each_moments = pytest.mark.parametrize("moments", ["fp32", "bf16"])
-each_width = pytest.mark.parametrize("width", [1, 2])
 
 STREAM = 12345 << 32 | 7
 # Upper halves where something ends: zero, denormals, one, the largest number, infinity, both kinds of NaN.
@@ -65,9 +63,9 @@ def expect_bijection(uppers: npt.NDArray[np.uint16], lowers: npt.NDArray[np.uint
 
 
 def test_halves_and_words_determine_each_other() -> None:
-    """Every lower half at both ends of every binade, then every upper half near its tie."""
+    """Every lower half at both ends of binades, then every upper half near its tie."""
     every = np.arange(65536, dtype=np.uint32).astype(np.uint16)
-    for exponent in range(512):  # and the sign
+    for exponent in (*range(0, 512, 17), 254, 255, 256, 510, 511):  # and the sign
         expect_bijection(np.array([exponent << 7, exponent << 7 | 0x7F], np.uint16), every)
     expect_bijection(every, np.array(LOWER_EDGES, np.uint16))
 
@@ -97,11 +95,6 @@ def test_the_largest_number_publishes_as_infinity_and_stays_itself() -> None:
     halves = convert.split(largest)
     assert halves.upper[0] == INFINITY and halves.remainder[0] == -1
     assert convert.join(*halves)[0] == largest[0]
-
-
-def test_published_as_split_is_the_upper_half() -> None:
-    values = cases.hostile_fp32(3000, 601)
-    assert_bits("published", convert.narrow(values, "split"), convert.split(values).upper)
 
 
 # ---- what the kernels store -----------------------------------------------------------------------------------------
@@ -192,16 +185,18 @@ def expect(guarded: GuardedSpan, expected: Stepped, context: str) -> None:
 @each_isa
 @each_mode
 @each_moments
-def test_step_and_publish_with_settle(isa: str, mode: str, moments: str) -> None:
+def test_every_way_to_step_is_the_reference(isa: str, mode: str, moments: str) -> None:
+    """A publish changes neither remainders nor moments; an undo brings back the masters of both halves."""
     with kernels.using_isa(isa):
-        for trial, stepped, _ in trials(mode, moments):
-            hyper = kernel_hyper(trial.hyper)
-            guarded = trial.span()
-            guarded.span.step(hyper)
-            expect(guarded, stepped, f"step of {trial.what}")
-
+        for number, (trial, stepped, replayed) in enumerate(trials(mode, moments)):
+            hyper, width = kernel_hyper(trial.hyper), 1 + number % 2
             guarded = trial.span()
             remainders = guarded.remainders.copy()
+            assert guarded.span.step_journaled(hyper, width=width)
+            expect(guarded, stepped, f"journaled step of {trial.what}")
+            guarded.span.undo()
+            assert_state(guarded.state, trial.old, f"undo of {trial.what}")
+            assert_bits("remainders", guarded.remainders, remainders, f"undo of {trial.what}")
             guarded.span.publish(hyper)
             assert_bits("shadow", guarded.shadow, stepped.shadow, f"publish of {trial.what}")
             assert_bits("remainders", guarded.remainders, remainders, f"publish of {trial.what}")
@@ -209,33 +204,21 @@ def test_step_and_publish_with_settle(isa: str, mode: str, moments: str) -> None
                 assert_bits(name, getattr(guarded.state, name), getattr(trial.old, name), f"publish of {trial.what}")
             guarded.span.settle(hyper)
             expect(guarded, stepped, f"settle of {trial.what}")
-
-
-@each_isa
-@each_mode
-@each_moments
-@each_width
-def test_journaled_step_undo_and_replay(isa: str, mode: str, moments: str, width: int) -> None:
-    with kernels.using_isa(isa):
-        for trial, stepped, replayed in trials(mode, moments):
-            hyper = kernel_hyper(trial.hyper)
             guarded = trial.span()
-            assert guarded.span.step_journaled(hyper, width=width)
-            expect(guarded, stepped, f"journaled step of {trial.what}")
-            guarded.span.undo()
-            assert_state(guarded.state, trial.old, f"undo of {trial.what}")  # the masters of both halves
+            guarded.span.step(hyper)
+            expect(guarded, stepped, f"step of {trial.what}")
+            guarded = trial.span()
             assert guarded.span.step_journaled(hyper, width=width)
             guarded.span.replay(kernel_hyper(trial.again))
             expect(guarded, replayed, f"replay of {trial.what}")
 
 
 @each_isa
-@each_mode
 @each_moments
-def test_masters_have_the_bits_of_whole_ones_and_shadows_differ_at_ties(isa: str, mode: str, moments: str) -> None:
+def test_masters_have_the_bits_of_whole_ones_and_shadows_differ_at_ties(isa: str, moments: str) -> None:
     ties = 0
     with kernels.using_isa(isa):
-        for trial, *_ in trials(mode, moments):
+        for trial, *_ in trials("adamw", moments):
             split, whole = trial.span(), trial.span("bf16")
             for guarded in (split, whole):
                 guarded.span.step(kernel_hyper(trial.hyper))
@@ -245,80 +228,19 @@ def test_masters_have_the_bits_of_whole_ones_and_shadows_differ_at_ties(isa: str
             tie = (words & np.uint32(0x1FFFF)) == 0x8000
             assert np.array_equal(split.shadow != whole.shadow, tie), trial.what
             ties += int(tie.sum())
-    assert ties > 50
+    assert ties > 20
 
 
 @each_isa
 def test_a_span_longer_than_a_worker_threads_chunk(isa: str) -> None:
-    length = 2 * CHUNK + 1500
-    hyper = cases.HYPERS[2]
+    length, hyper = 2 * CHUNK + 1500, cases.HYPERS[2]
     old, gradient = cases.state("hostile", length, 640), cases.gradient("hostile", "bf16", length, 643)
-    trial = Trial("long", old, gradient, hyper, replace(hyper, gradient_factor=0.3), 3, 0, "fp32")
-    stepped, frozen = trial.stepped, kernel_hyper(hyper)
+    stepped, frozen = adam.step(*old, gradient, "split", hyper), kernel_hyper(hyper)
     with kernels.using_isa(isa):
-        guarded = trial.span()
-        guarded.span.publish(frozen)
-        guarded.span.settle(frozen)
-        expect(guarded, stepped, "publish and settle")
-        guarded = trial.span()
+        guarded = GuardedSpan(old, gradient, "split", start=3)
         assert guarded.span.step_journaled(frozen)
         guarded.span.undo()
         assert_state(guarded.state, old, "undo")
-        assert guarded.span.step_journaled(kernel_hyper(trial.again), width=2)
-        guarded.span.replay(frozen)
-        expect(guarded, stepped, "replay")
-
-
-# ---- several steps in a row -----------------------------------------------------------------------------------------
-
-
-def in_one_pass(span: kernels.Span, hyper: kernels.Hyper, width: int) -> None:
-    span.step(hyper)
-
-
-def in_two_phases(span: kernels.Span, hyper: kernels.Hyper, width: int) -> None:
-    span.publish(hyper)
-    span.settle(hyper)
-
-
-def committed(span: kernels.Span, hyper: kernels.Hyper, width: int) -> None:
-    assert span.step_journaled(hyper, width)
-
-
-def replayed(span: kernels.Span, hyper: kernels.Hyper, width: int) -> None:
-    assert span.step_journaled(replace(hyper, gradient_factor=1.5 * hyper.gradient_factor), width)
-    span.replay(hyper)
-
-
-def undone(span: kernels.Span, hyper: kernels.Hyper, width: int) -> None:
-    assert span.step_journaled(replace(hyper, lr=3 * hyper.lr), width)
-    span.undo()
-
-
-WAYS: tuple[Callable[[kernels.Span, kernels.Hyper, int], None], ...] = (in_one_pass, in_two_phases, committed, replayed)
-
-
-@each_isa
-@each_moments
-@pytest.mark.parametrize("seed", range(6))
-def test_any_mixture_of_ways_is_the_plain_sequence(isa: str, moments: str, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    length, form = 1000 + 211 * seed, cases.FORMATS[seed % 3]
-    zeros = np.zeros(length, np.float32)
-    state = with_moments(State(cases.ranged(length, 650 + seed, -8, -3), zeros, zeros), moments)
-    guarded = GuardedSpan(state, np.zeros(length, convert.FORMATS[form]), "split", start=seed, noise_stream=STREAM)
-    with kernels.using_isa(isa):
-        for step in range(1, 31):
-            kind = "hostile" if step == 20 else "training"
-            gradient = cases.gradient(kind, form, length, 660 + step)
-            guarded.set_gradient(gradient)
-            factor = float(random.choice([1.0, 0.37, 2.0**-12]))
-            hyper = Hyper(1e-2, 0.9, 0.99, 1e-8, 0.1, step, factor, l2=seed % 2 == 1)
-            width = int(random.integers(1, 3))
-            for _ in range(int(random.integers(3))):
-                undone(guarded.span, kernel_hyper(hyper), width)
-            way = WAYS[int(random.integers(len(WAYS)))]
-            way(guarded.span, kernel_hyper(hyper), width)
-            expected = step_of(state, gradient, hyper, moments)
-            expect(guarded, expected, f"step {step} {way.__name__}")
-            state = State(*expected[:3])
+        guarded.span.publish(frozen)
+        guarded.span.settle(frozen)
+        expect(guarded, stepped, "publish and settle")
