@@ -1,7 +1,7 @@
 """AdamW keeps its state in host memory and steps during backward, bit for bit as if it had waited.
 
 Names and modules are loaded when first used: `superoffload.checkpoints.save` needs no import of its own, and
-`superoffload.kernels` (NumPy only) works where torch is not installed.
+`superoffload.kernels`, which chooses the instruction set, works where torch is not installed.
 """
 
 from __future__ import annotations

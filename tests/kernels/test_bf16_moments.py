@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from superoffload import kernels
+from tests.support import numpy_kernels
 from tests.support.reference import adam
 from tests.support.reference.convert import narrow, widen
 from tests.support.reference.fma import fma
@@ -17,8 +18,8 @@ from tests.support.reference.stochastic import RandomWords, noise
 STREAM = (11 << 32) | 3
 
 
-def hyper(step: int, factor: float = 1.0, *, l2: bool = False) -> kernels.Hyper:
-    return kernels.Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, step, factor, l2)
+def hyper(step: int, factor: float = 1.0, *, l2: bool = False) -> numpy_kernels.Hyper:
+    return numpy_kernels.Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, step, factor, l2)
 
 
 class State:
@@ -29,7 +30,7 @@ class State:
         self.master = self.random.standard_normal(numel).astype(np.float32)
         self.exp_avg, self.exp_avg_sq, self.gradient, self.shadow = (np.zeros(numel, np.uint16) for _ in range(4))
         arrays = (self.master, self.exp_avg, self.exp_avg_sq, self.gradient, self.shadow)
-        self.span = kernels.Span(*arrays, noise_stream=STREAM)
+        self.span = numpy_kernels.Span(*arrays, noise_stream=STREAM)
 
     def draw(self, numel: int) -> NDArray[np.uint16]:
         return np.asarray(narrow(self.random.standard_normal(numel).astype(np.float32), "bf16"))
@@ -37,12 +38,12 @@ class State:
     def bits(self) -> list[bytes]:
         return [array.tobytes() for array in (self.master, self.exp_avg, self.exp_avg_sq)]
 
-    def expected(self, h: kernels.Hyper) -> list[bytes]:
+    def expected(self, h: numpy_kernels.Hyper) -> list[bytes]:
         random = noise(len(self.master), STREAM, h.step)
         stepped = adam.step(self.master, self.exp_avg, self.exp_avg_sq, self.gradient, "bf16", h, random)
         return [array.tobytes() for array in stepped]
 
-    def step(self, h: kernels.Hyper) -> None:
+    def step(self, h: numpy_kernels.Hyper) -> None:
         expected = self.expected(h)
         self.span.step(h)
         assert [*self.bits(), self.shadow.tobytes()] == expected

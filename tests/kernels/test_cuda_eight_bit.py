@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from superoffload import _native, kernels
+from superoffload import _native
 from superoffload.links.cuda import geometry
-from tests.support import emulated_kernels
+from tests.support import emulated_kernels, numpy_kernels
 from tests.support.emulated_kernels import STEPS, step_kernel
 from tests.support.guarded_arrays import Guarded, assert_bits, halves_of, scalars_of
 from tests.support.kernel_inputs import hostile_blocks
@@ -29,8 +29,8 @@ Float32Array = NDArray[np.float32]
 by_types = pytest.mark.parametrize("types", STEPS, ids="-".join)
 
 
-def hyper(step: int, factor: float = 1.0, *, eps: float = 1e-8, l2: bool = False) -> kernels.Hyper:
-    return kernels.Hyper(1e-3, 0.9, 0.999, eps, 0.01, step, factor, l2)
+def hyper(step: int, factor: float = 1.0, *, eps: float = 1e-8, l2: bool = False) -> numpy_kernels.Hyper:
+    return numpy_kernels.Hyper(1e-3, 0.9, 0.999, eps, 0.01, step, factor, l2)
 
 
 class Parameter:
@@ -78,7 +78,7 @@ class Parameter:
     def set_gradient(self, values: Float32Array) -> None:
         self["gradient"][:] = narrow(values, self.types[0])
 
-    def rows(self, h: kernels.Hyper, cuts: Iterable[int] = ()) -> list[tuple[object, ...]]:
+    def rows(self, h: numpy_kernels.Hyper, cuts: Iterable[int] = ()) -> list[tuple[object, ...]]:
         """Pieces from cut to cut."""
         scalars = _native.freeze_scalars(**scalars_of(h), l2=h.l2, step=h.step, noise_stream=STREAM)
         found: list[tuple[object, ...]] = []
@@ -90,7 +90,7 @@ class Parameter:
             found.append((*addresses[:4], *scales, *addresses[4:], end - begin, *placed, scalars))
         return found
 
-    def expected(self, h: kernels.Hyper) -> eight_bit.Stepped:
+    def expected(self, h: numpy_kernels.Hyper) -> eight_bit.Stepped:
         random = noise_at(self.places, STREAM, h.step)
         moments = self["exp_avg"].copy(), self["exp_avg_sq"].copy()
         return eight_bit.step(self.master, *moments, self["gradient"], self.types[1], h, random)
@@ -107,7 +107,9 @@ class Parameter:
         assert all(part.intact() for part in self._parts.values()), shown
 
 
-def step_all(params: Sequence[Parameter], h: kernels.Hyper, cuts: Iterable[int] = (), grid: int | None = None) -> None:
+def step_all(
+    params: Sequence[Parameter], h: numpy_kernels.Hyper, cuts: Iterable[int] = (), grid: int | None = None
+) -> None:
     """One launch for all of them; each must be what the reference makes of it."""
     wanted = [(param.expected(h), param["gradient"].copy()) for param in params]
     rows = [row for param in params for row in param.rows(h, cuts)]

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import pytest
 
 from benchmarks.gpu_suite.launches import COPY_PIECE, SUM_PIECE, copy_pieces, grid_for, sum_pieces
-from superoffload import _native, kernels
+from superoffload import _native
 from superoffload.links.cuda import geometry
-from tests.support import emulated_kernels
+from tests.support import emulated_kernels, numpy_kernels
 from tests.support import kernel_inputs as cases
 from tests.support.emulated_kernels import NAMES, STEPS, step_kernel
 from tests.support.guarded_arrays import Guarded, assert_bits, halves_of, kernel_hyper, scalars_of
@@ -45,7 +45,7 @@ def test_packed_bits_and_sums_are_those_of_the_native_kernel(form: str) -> None:
         found = np.full(ends[-1], 7, np.uint64)
         addresses = packed.ctypes.data, sums.ctypes.data, 0 if grid is None else found.ctypes.data
         emulated_kernels.launch(f"pack_{NAMES[form]}", pieces, *addresses, grid=grid)
-        assert_bits("block sums", sums, np.concatenate([kernels.sum_of_squares(one) for one in gradients]))
+        assert_bits("block sums", sums, np.concatenate([numpy_kernels.sum_of_squares(one) for one in gradients]))
         for gradient, offset, begin in zip(gradients, offsets, [0, *ends], strict=False):
             assert_bits("packed gradient", packed[offset : offset + gradient.size], gradient)
             expected = bit_sums(gradient.tobytes()) if grid is not None else []
@@ -176,7 +176,7 @@ def test_noisy_step_gives_the_bits_of_the_native_kernel(
         [old.master.copy(), *(m.copy() for m in moments), gradient, np.zeros(numel, np.uint16)] for _ in "12"
     )
     placed: dict[str, Any] = {"first_index": first_index, "start": start, "axes": axes}
-    kernels.Span(*native, noise_stream=stream, **placed).step(kernel_hyper(hyper))
+    numpy_kernels.Span(*native, noise_stream=stream, **placed).step(kernel_hyper(hyper))
     scalars = _native.freeze_scalars(**scalars_of(hyper), l2=False, step=hyper.step, noise_stream=stream)
     master, exp_avg, exp_avg_sq, *rest = (array.ctypes.data for array in here)
     row = (master, 0, exp_avg, exp_avg_sq, *NO_SCALES, *rest, numel, *geometry.placed(**placed), scalars)

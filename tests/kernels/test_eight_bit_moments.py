@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from superoffload import kernels
 from superoffload.errors import ArgumentError
+from tests.support import numpy_kernels
 from tests.support.kernel_inputs import hostile_blocks
 from tests.support.reference import eight_bit
 from tests.support.reference.convert import narrow
@@ -27,8 +28,8 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         yield str(request.param)
 
 
-def hyper(step: int, factor: float = 1.0, *, eps: float = 1e-8, l2: bool = False) -> kernels.Hyper:
-    return kernels.Hyper(1e-3, 0.9, 0.999, eps, 0.01, step, factor, l2)
+def hyper(step: int, factor: float = 1.0, *, eps: float = 1e-8, l2: bool = False) -> numpy_kernels.Hyper:
+    return numpy_kernels.Hyper(1e-3, 0.9, 0.999, eps, 0.01, step, factor, l2)
 
 
 class State:
@@ -43,7 +44,7 @@ class State:
         self.gradient = narrow(np.zeros(numel, np.float32), gradient)
         self.shadow = narrow(start, "split" if split else "bf16")
         self.stored = self.remainders(start) if split else start
-        self.span = kernels.Span(
+        self.span = numpy_kernels.Span(
             self.stored,
             self.exp_avg,
             self.exp_avg_sq,
@@ -73,7 +74,7 @@ class State:
         size = 10.0 ** self.random.uniform(-decades, 0, self.numel)
         self.set_gradient((self.random.standard_normal(self.numel) * size).astype(np.float32))
 
-    def check(self, way: str, h: kernels.Hyper) -> None:
+    def check(self, way: str, h: numpy_kernels.Hyper) -> None:
         """Steps, and compares with the reference."""
         random = noise(self.numel, STREAM, h.step, FIRST)
         moments = self.exp_avg.copy(), self.exp_avg_sq.copy()
@@ -89,7 +90,7 @@ class State:
         arrays = (self.stored, self.exp_avg, self.exp_avg_sq, *((self.shadow,) if self.split else ()))
         return b"".join(array.tobytes() for array in arrays)
 
-    def _do(self, way: str, h: kernels.Hyper) -> None:
+    def _do(self, way: str, h: numpy_kernels.Hyper) -> None:
         """Steps in one of the ways that must give the same bits; undoes on the way where that is one."""
         if way == "step":
             self.span.step(h)
@@ -193,7 +194,7 @@ def test_denormal_codes_are_rounded_from_the_nearest_number(isa: str) -> None:
     With beta1 = 0 exp_avg is the gradient. Under the scale of 1.0 a part of a denormal code is 2**-37.
     """
     state = State(256, gradient="fp32")
-    h = kernels.Hyper(1e-3, 0.0, 0.999, 1e-8, 0.01, 1)
+    h = numpy_kernels.Hyper(1e-3, 0.0, 0.999, 1e-8, 0.01, 1)
     random16 = (noise(256, STREAM, 1, FIRST) & np.uint32(0xFFFF)).astype(np.int64)
     enough = (1 << 20) - 16 * random16 - 8
     gradient = ((enough - np.where(np.arange(256) % 2 == 0, 0.25, 0.75)) * 2.0**-37).astype(np.float32)
@@ -229,6 +230,6 @@ def test_moments_without_room_for_their_scales_or_of_two_dtypes_are_refused(size
     master, gradient, shadow = np.zeros(10, np.float32), np.zeros(10, np.uint16), np.zeros(10, np.uint16)
     first, second = (np.zeros(size, np.uint8) for size in sizes)
     with pytest.raises(ArgumentError, match="scales of their 1 blocks"):
-        kernels.Span(master, first, second, gradient, shadow)
+        numpy_kernels.Span(master, first, second, gradient, shadow)
     with pytest.raises(ArgumentError, match="both uint8"):
-        kernels.Span(master, np.zeros(11, np.uint8), master.copy(), gradient, shadow)
+        numpy_kernels.Span(master, np.zeros(11, np.uint8), master.copy(), gradient, shadow)

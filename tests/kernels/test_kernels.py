@@ -17,6 +17,7 @@ from superoffload import kernels
 from superoffload._native import CHUNK
 from tests.support import kernel_battery as battery
 from tests.support import kernel_inputs as cases
+from tests.support import numpy_kernels
 from tests.support.guarded_arrays import GuardedSpan, assert_bits, assert_state, kernel_hyper
 from tests.support.kernel_inputs import State
 from tests.support.reference import adam, convert
@@ -81,7 +82,7 @@ def test_a_span_longer_than_a_worker_threads_chunk(isa: str, mode: str) -> None:
         guarded.span.step_journaled(kernel_hyper(hyper, gradient_factor=0.3), width=2)
         guarded.span.replay(frozen)
         expect(guarded, expected, "replay")
-        assert kernels.sum_of_squares(gradient).tobytes() == adam.sum_of_squares(gradient).tobytes()
+        assert numpy_kernels.sum_of_squares(gradient).tobytes() == adam.sum_of_squares(gradient).tobytes()
 
 
 @each_isa
@@ -122,12 +123,12 @@ def test_one_non_finite_element_makes_its_block_infinite(isa: str, form: str) ->
     patterns["fp16"] = (0x7C00, 0xFC00, 0x7E00, 0xFC01)
     clean = cases.gradient("training", form, 3000, 230)
     with kernels.using_isa(isa):
-        expected = kernels.sum_of_squares(clean)
+        expected = numpy_kernels.sum_of_squares(clean)
         for pattern in patterns[form]:
             for position in (0, 15, 16, 1007, 1023, 1024, 1500, 2047, 2048, 2987, 2999):
                 gradient = clean.copy()
                 convert.bits(gradient)[position] = pattern
-                got = kernels.sum_of_squares(gradient)
+                got = numpy_kernels.sum_of_squares(gradient)
                 wanted = expected.copy()
                 wanted[position // 1024] = np.inf
                 assert got.tobytes() == wanted.tobytes(), f"{pattern:#x} at {position}"
@@ -208,7 +209,7 @@ NAMES = ("master", "exp_avg", "exp_avg_sq", "gradient", "shadow")
 def refuse(match: str, **changed: Any) -> None:
     arrays = {name: np.zeros(20, dtype=np.float32) for name in NAMES}
     with pytest.raises(ValueError, match=match):
-        kernels.Span(**{**arrays, **changed})
+        numpy_kernels.Span(**{**arrays, **changed})
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from superoffload import _native, kernels
+from tests.support import numpy_kernels
 from tests.support.placed_boxes import BOXES, PlacedBox, placed
 from tests.support.reference import eight_bit
 from tests.support.reference.convert import narrow
@@ -25,11 +26,11 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         yield str(request.param)
 
 
-def hyper(step: int, factor: float = 1.0) -> kernels.Hyper:
-    return kernels.Hyper(1e-2, 0.9, 0.999, 1e-8, 0.01, step, factor)
+def hyper(step: int, factor: float = 1.0) -> numpy_kernels.Hyper:
+    return numpy_kernels.Hyper(1e-2, 0.9, 0.999, 1e-8, 0.01, step, factor)
 
 
-def do(span: kernels.Span, way: str, step: int) -> None:
+def do(span: numpy_kernels.Span, way: str, step: int) -> None:
     if way == "step":
         span.step(hyper(step))
     elif way == "two phases":
@@ -56,8 +57,8 @@ def gradient(step: int, numel: int) -> NDArray[np.uint16]:
     return narrow((random.standard_normal(numel) * 10.0 ** random.uniform(-2, 0, numel)).astype(np.float32), "bf16")
 
 
-def span_of(arrays: list[Any], **where: Any) -> kernels.Span:
-    return kernels.Span(*arrays, noise_stream=STREAM, **where)
+def span_of(arrays: list[Any], **where: Any) -> numpy_kernels.Span:
+    return numpy_kernels.Span(*arrays, noise_stream=STREAM, **where)
 
 
 @pytest.mark.parametrize("box", BOXES, ids=str)

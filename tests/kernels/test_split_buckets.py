@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from superoffload import _native, kernels
+from superoffload import _native
 from superoffload.errors import ArgumentError
 from tests.support import kernel_inputs as cases
+from tests.support import numpy_kernels
 from tests.support.guarded_arrays import GuardedSpan, assert_bits, assert_state, halves_of, kernel_hyper, scalars_of
 from tests.support.kernel_inputs import State
 from tests.support.reference import adam
@@ -44,12 +45,12 @@ def split_arrays(length: int = 20, seed: int = 700) -> Arrays:
 )
 def test_a_span_refuses_other_types_and_overlaps_beside_split_masters(name: str, dtype: type) -> None:
     arrays = split_arrays()
-    kernels.Span(**arrays)
+    numpy_kernels.Span(**arrays)
     with pytest.raises(ArgumentError, match=name):
-        kernels.Span(**{**arrays, name: np.full(20, 7, dtype)})
+        numpy_kernels.Span(**{**arrays, name: np.full(20, 7, dtype)})
     memory = np.arange(39, dtype=np.uint16)
     with pytest.raises(ArgumentError, match="overlap"):
-        kernels.Span(**{**arrays, "master": memory[:20].view(np.int16), "gradient": memory[19:]})
+        numpy_kernels.Span(**{**arrays, "master": memory[:20].view(np.int16), "gradient": memory[19:]})
     assert np.array_equal(memory, np.arange(39))
 
 
@@ -61,7 +62,7 @@ def test_settle_follows_a_publish_and_nothing_else_does(call: str) -> None:
     guarded = GuardedSpan(old, gradient, "split")
     span, hyper = guarded.span, kernel_hyper(HYPER)
 
-    def refuse(name: str, *arguments: kernels.Hyper) -> None:
+    def refuse(name: str, *arguments: numpy_kernels.Hyper) -> None:
         before = State(*(values.copy() for values in guarded.state))
         with pytest.raises(ArgumentError):
             getattr(span, name)(*arguments)

@@ -36,9 +36,10 @@ from benchmarks.gpu_suite.pack_kernel import PackKernel
 from benchmarks.gpu_suite.settings import ALWAYS_CLIPS, FULL, TOY, TrainRow, parameters_of, train_row
 from benchmarks.gpu_suite.training import build
 from benchmarks.jobs import ENDS_VARIABLE, LEFT, Job, check_keys
-from superoffload import _native, kernels
+from superoffload import _native
 from superoffload.errors import ArgumentError
 from superoffload.host.environment import DEVICE_TIMEOUT
+from tests.support import numpy_kernels
 from tests.support.checkout import ROOT
 from tests.support.fake_cuda_training import out_of_memory
 
@@ -265,7 +266,7 @@ def test_the_pack_kernel_is_launched_as_it_wants_to_be() -> None:
     packed = torch.empty_like(gradient)
     kernel = PackKernel(gradient, packed, launch)
     kernel()
-    expected = torch.from_numpy(kernels.sum_of_squares(gradient.float().numpy()))
+    expected = torch.from_numpy(numpy_kernels.sum_of_squares(gradient.float().numpy()))
     assert torch.equal(kernel.sums, expected) and torch.equal(packed, gradient)
     gradient[4321] = math.inf
     kernel()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from superoffload import kernels
+from tests.support import numpy_kernels
 from tests.support.kernel_inputs import State
 from tests.support.reference.adam import HyperLike
 from tests.support.reference.convert import FORMATS, Halves, bits, join
@@ -32,10 +32,10 @@ def scalars_of(hyper: HyperLike) -> dict[str, Any]:
     }
 
 
-def kernel_hyper(hyper: HyperLike, **changes: Any) -> kernels.Hyper:
+def kernel_hyper(hyper: HyperLike, **changes: Any) -> numpy_kernels.Hyper:
     """The reference's hyper-parameters as the kernels' class."""
     return replace(
-        kernels.Hyper(**scalars_of(hyper), step=hyper.step, l2=hyper.l2),
+        numpy_kernels.Hyper(**scalars_of(hyper), step=hyper.step, l2=hyper.l2),
         **changes,
     )
 
@@ -96,7 +96,7 @@ class GuardedSpan:
             "shadow": Guarded(shadow, (3 * start) % 16),
         }
         arrays: dict[str, Any] = {name: part.array for name, part in self._parts.items()}
-        self.span = kernels.Span(
+        self.span = numpy_kernels.Span(
             **arrays,
             **placed,
             arena_bytes=worst_arena(length) if arena_bytes is None else arena_bytes,
