@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.planned_and_published import HIDDEN_SIZES, evaluated_model, swiglu_width
 from benchmarks.training.config import ModelConfig
 from superoffload.errors import ArgumentError
 
@@ -115,11 +114,15 @@ def train_row(contestant: str, device: str, size: Size, tokens: int, capped: boo
 
 
 def published_sizes(toy: bool) -> tuple[int, ...]:
+    from benchmarks.planned_and_published import HIDDEN_SIZES
+
     return (32, 64) if toy else HIDDEN_SIZES
 
 
 def published_row(contestant: str, device: str, ranks: int, hidden: int, toy: bool) -> TrainRow:
     """Returns the setting of the evaluation in benchmarks/planned_and_published.py: a sequence per GPU and step."""
+    from benchmarks.planned_and_published import evaluated_model, swiglu_width
+
     if toy:
         model = ModelConfig(
             layers=2, hidden=hidden, heads=4, kv_heads=2, mlp=swiglu_width(hidden, 16), sequence=32, vocabulary=512

@@ -168,8 +168,12 @@ def _quiet(text: str) -> None:
     pass
 
 
-if __name__ == "__main__":
-    status = main()
+def leave(status: int) -> None:
+    """Ends this process at once: a thread of gloo may still need Python, and aborts it if that ends meanwhile."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # a thread of gloo may still need Python, and aborts the process if that ends meanwhile
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.training.corpus import BatchSource, load_corpus
 from benchmarks.training.trainer import learning_rate_factor
-from tests.convergence.engines import Engine, Step, make_engine, world
+from tests.convergence.engines import BaseEngine, Step, make_engine, world
 from tests.convergence.setup import Setup
 
 
@@ -48,7 +48,7 @@ def run(setup: Setup, name: str, speculation: str, *, order: int = 0) -> Curve:
         torch.use_deterministic_algorithms(True)
     batches = BatchSource(corpus.train, setup.batch, setup.model.sequence, setup.seed + 1)
     engine = make_engine(name, setup, speculation)
-    share = engine.share if name != "single" else (0, 1)
+    share = engine.share
     try:
         for step in range(1, setup.steps + 1):
             micro_batches = _share(
@@ -76,7 +76,7 @@ def _share(tokens: Tensor, setup: Setup, share: tuple[int, int], order: int) -> 
 
 
 def _step(
-    engine: Engine, setup: Setup, step: int, micro_batches: Sequence[Tensor], rank: int, count: int, curve: Curve
+    engine: BaseEngine, setup: Setup, step: int, micro_batches: Sequence[Tensor], rank: int, count: int, curve: Curve
 ) -> None:
     finite = [norm for norm in curve.norms if math.isfinite(norm)]
     loss, norm = engine.train(

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,61 +42,18 @@ class Step:
     late_norm: float | None
 
 
-class Engine(Protocol):
-    """Trains one model on this rank."""
-
-    model: nn.Module
-    optimizer: Any
-
-    def train(self, step: Step) -> tuple[float, float]:
-        """Trains one step; returns the mean loss of this rank, or of all, and the norm of the gradients."""
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """Returns which share of the global batch this rank trains on, and how many shares there are."""
-
-    def weights(self) -> dict[str, Tensor]:
-        """Returns the whole model in float32, by name; masters if there are any. Collective."""
-
-    def digests(self) -> dict[str, str]:
-        """Returns digests of this rank's state."""
-
-    def stats(self) -> dict[str, Any]:
-        """Returns the statistics of a superoffload optimizer."""
-
-    def close(self) -> None: ...
-
-
-class LoopEngine(Engine, Protocol):
-    """Is trained by a loop as users write it. ``optimizer`` has step(), zero_grad(), max_grad_norm and grad_norm."""
-
-    def backward(self, micro_batches: Sequence[Tensor], scale: float) -> float:
-        """Runs backward of the mean loss over micro-batches and ranks, times ``scale``; returns this rank's mean."""
-
-    def poison(self, last_rank: bool) -> None:
-        """Puts a NaN into one element of a gradient that the last rank owns."""
-
-
-def train_in_a_loop(engine: LoopEngine, step: Step) -> tuple[float, float]:
-    optimizer = engine.optimizer
-    for group in optimizer.param_groups:
-        group["lr"] = step.lr
-    optimizer.max_grad_norm = step.max_grad_norm
-    optimizer.zero_grad()
-    loss = engine.backward(step.micro_batches, step.scale)
-    if step.nan:
-        engine.poison(step.last_rank)
-    if step.late_norm is not None:
-        optimizer.max_grad_norm = step.late_norm
-    optimizer.step()
-    return loss, float(optimizer.grad_norm)
+def next_token_loss(model: Any, tokens: Tensor) -> Tensor:
+    logits = model(tokens[:, :-1])
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class BaseEngine:
-    """Implements what the engines of this file share."""
+    """Trains one model on this rank, by a loop as users write it. An engine inherits from it and changes what is
+    different. ``ours``: the optimizer is superoffload's."""
 
     model: nn.Module
     optimizer: Any
+    ours = True
     replicated: str | None = None
 
     def __init__(self, setup: Setup, speculation: str) -> None:
@@ -135,67 +92,76 @@ class BaseEngine:
         )
 
     def train(self, step: Step) -> tuple[float, float]:
-        return train_in_a_loop(self, step)
+        """Trains one step; returns the mean loss of this rank, or of all, and the norm of the gradients."""
+        optimizer = self.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = step.lr
+        optimizer.max_grad_norm = step.max_grad_norm
+        optimizer.zero_grad()
+        loss = self.backward(step.micro_batches, step.scale)
+        if step.nan:
+            self.poison(step.last_rank)
+        if step.late_norm is not None:
+            optimizer.max_grad_norm = step.late_norm
+        optimizer.step()
+        return loss, float(optimizer.grad_norm)
 
     def backward(self, micro_batches: Sequence[Tensor], scale: float) -> float:
+        """Runs backward of the mean loss over micro-batches and ranks, times ``scale``; returns this rank's mean."""
         losses = []
         for micro, tokens in enumerate(micro_batches):
             with self.micro_batch(self.reduces(micro, len(micro_batches))):
-                loss = self.loss(tokens)
+                loss = next_token_loss(self.model, tokens)
                 (loss * (scale / len(micro_batches))).backward()
                 losses.append(loss.item())
         return math.fsum(losses) / len(losses)
 
-    def loss(self, tokens: Tensor) -> Tensor:
-        logits = self.model(tokens[:, :-1])
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
     def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
-        return nullcontext() if reduces else accumulating(self.optimizer)
+        """Surrounds a backward, which is the last one of the step if it ``reduces``."""
+        context: AbstractContextManager[None] = nullcontext() if reduces else self.optimizer.accumulate()
+        return context
 
     def poison(self, last_rank: bool) -> None:
-        if not last_rank:
-            return
-        for param in self.inner.parameters():
-            if param.grad is not None and local_of(param.grad).numel():
-                local_of(param.grad).view(-1)[-1] = math.nan
-                return
+        """Puts a NaN into one element of a gradient that the last rank owns."""
+        if last_rank:
+            put_nan(self.inner)
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
+        """Returns the whole model in float32, by name; masters if there are any. Collective."""
         found = {}
         for name, param in self.inner.named_parameters():
             state = self.optimizer.state.get(param, {})
-            found[name] = _whole(state.get("master", param)).float().cpu().clone()
+            found[name] = whole(state.get("master", param)).float().cpu().clone()
         return found
 
     @property
     def share(self) -> tuple[int, int]:
+        """Returns which share of the global batch this rank trains on, and how many shares there are."""
         return world()
 
     def digests(self) -> dict[str, str]:
-        digests: dict[str, str] = self.optimizer.state_digests() if isinstance(self.optimizer, AdamW) else {}
+        """Returns digests of this rank's state."""
+        digests: dict[str, str] = self.optimizer.state_digests() if self.ours else {}
         return digests
 
     def stats(self) -> dict[str, Any]:
-        return self.optimizer.stats() if isinstance(self.optimizer, AdamW) else {}
+        return self.optimizer.stats() if self.ours else {}
 
     def close(self) -> None:
-        if isinstance(self.optimizer, AdamW):
+        if self.ours:
             self.optimizer.close()
 
 
-def accumulating(optimizer: Any) -> AbstractContextManager[None]:
-    """Marks a backward that is not the last one of the step."""
-    context: AbstractContextManager[None] = (
-        optimizer.accumulate() if hasattr(optimizer, "accumulate") else nullcontext()
-    )
-    return context
+def put_nan(model: nn.Module) -> None:
+    grads = [local_of(param.grad) for param in model.parameters() if param.grad is not None]
+    for grad in [grad for grad in grads if grad.numel()][:1]:  # with a planted fault there may be none
+        grad.view(-1)[-1] = math.nan
 
 
-def _whole(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor.detach()
-    return whole
+def whole(tensor: Any) -> Tensor:
+    gathered: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor.detach()
+    return gathered
 
 
 class Single(BaseEngine):
@@ -207,6 +173,10 @@ class Single(BaseEngine):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="superoffload: max_grad_norm")  # its norm is that of all
             return super().make_optimizer(setup, speculation)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        return 0, 1
 
 
 def sharded(model: nn.Module, dtype: str, mesh: Any = None) -> nn.Module:
@@ -236,17 +206,13 @@ class Fsdp2(BaseEngine):
         return reducing(self.model, reduces)
 
 
-class PlainFsdp2(BaseEngine):
+class PlainFsdp2(Fsdp2):
     """Trains under FSDP2 with torch's own AdamW on fp32 parameters, cast to bf16 for compute, as is common on GPUs."""
+
+    ours = False
 
     def build(self, setup: Setup) -> Any:
         return super().build(setup).float()
-
-    def wrap(self, model: Transformer) -> nn.Module:
-        return sharded(model, self.setup.dtype)
-
-    def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
-        return reducing(self.model, reduces)
 
     def make_optimizer(self, setup: Setup, speculation: str) -> Any:
         return ClippingAdamW(self.inner.parameters(), setup)
@@ -279,8 +245,7 @@ class ClippingAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(params, limit)
-        self.grad_norm = float(_whole(norm))
+        self.grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(params, limit)))
         if math.isfinite(self.grad_norm):
             super().step()
 
@@ -335,14 +300,14 @@ def check_engine(name: str, count: int | None = None) -> None:
     check_pairs(name, count)
 
 
-def make_engine(name: str, setup: Setup, speculation: str) -> Engine:
+def make_engine(name: str, setup: Setup, speculation: str) -> BaseEngine:
     check_engine(name)
     entry = ENGINES[name]
     if isinstance(entry, str):
         module, _, attribute = entry.partition(":")
         entry = getattr(import_module(module), attribute)
     assert not isinstance(entry, str)
-    engine: Engine = entry(setup, speculation)
+    engine: BaseEngine = entry(setup, speculation)
     return engine
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.training.model import Transformer
-from tests.convergence.engines import BaseEngine, reducing, sharded
+from tests.convergence.engines import Fsdp2, sharded
 from tests.convergence.meshes import PAIR, mesh_of
 from tests.convergence.mixture import Compute, Experts
 
 
-class ExpertParallel(BaseEngine):
+class ExpertParallel(Fsdp2):
     """Spreads the experts over two ranks, and ``fully_shard`` over the others; all other parameters are sharded over
     all ranks. Each rank has tokens of its own, and an all-to-all takes them to their experts."""
 
@@ -26,9 +25,6 @@ class ExpertParallel(BaseEngine):
             _spread(experts, mesh["experts"])
             sharded(experts, self.setup.dtype, mesh["shard"])
         return sharded(model, self.setup.dtype, mesh_of(all=count))
-
-    def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
-        return reducing(self.model, reduces)
 
 
 def _spread(experts: Experts, mesh: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 from tests.convergence.distributed_run import Curve, run
-from tests.convergence.engines import Engine, make_engine
+from tests.convergence.engines import BaseEngine, make_engine
 from tests.convergence.setup import Setup
 from tests.support.rank_faults import FAULTS
 
@@ -18,7 +18,7 @@ def mutated(setup: Setup, fault: str, engine: str = "fsdp2") -> Curve:
     """In a rank."""
     with ExitStack() as stack:
 
-        def planting(*arguments: Any) -> Engine:
+        def planting(*arguments: Any) -> BaseEngine:
             engine = make_engine(*arguments)
             stack.enter_context(planted(fault, engine))
             return engine
@@ -27,7 +27,7 @@ def mutated(setup: Setup, fault: str, engine: str = "fsdp2") -> Curve:
         return run(setup, engine, "always")
 
 
-def planted(fault: str, engine: Engine) -> AbstractContextManager[None]:
+def planted(fault: str, engine: BaseEngine) -> AbstractContextManager[None]:
     trained: Any = engine
     if fault == "reduce_early":
         trained.reduces = lambda micro, count: micro + 2 == count

@@ -66,8 +66,7 @@ class PipelineStages(BaseEngine):
 
     @property
     def share(self) -> tuple[int, int]:
-        """Returns which share of the global batch this rank has, of how many: both stages have the same one."""
-        return self._mesh.get_local_rank("data"), self._mesh["data"].size()
+        return self._mesh.get_local_rank("data"), self._mesh["data"].size()  # both stages have the same one
 
     def _make_schedule(self) -> Any:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B

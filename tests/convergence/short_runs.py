@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from unittest import mock
 
-from tests.convergence.__main__ import main
+from tests.convergence.__main__ import leave, main
 from tests.convergence.setup import Setup
 
 # Some steps are clipped, some are not. In fp32 the order of summation changes next to nothing.
@@ -26,4 +26,4 @@ if __name__ == "__main__":
     # Our own model's norms are larger than those of torchtitan's.
     short = SHORT if "titan" in sys.argv else replace(SHORT, max_grad_norm=2.5)
     with mock.patch.object(Setup, "for_ranks", lambda given, count: short):
-        sys.exit(main())
+        leave(main())

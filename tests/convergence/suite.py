@@ -28,13 +28,15 @@ class Ranks(Protocol):
 
 @dataclass
 class Result:
-    """Holds rank 0's ``curves`` by name. ``inconclusive``: no problem, but something was not compared."""
+    """Holds rank 0's ``curves`` by name, and those ``of_ranks`` by speculation. ``inconclusive``: no problem, but
+    something was not compared."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
     tolerance: Tolerance | None = None
     problems: list[str] = field(default_factory=list)
     inconclusive: str = ""
     compared_digests: int = 0
+    of_ranks: dict[str, list[Curve]] = field(default_factory=dict)
 
     def count_digests(self, curves: Sequence[Curve]) -> None:
         self.compared_digests = sum(len(parts) for curve in curves for parts in curve.digests.values())
@@ -75,10 +77,11 @@ def stock_runs(setup: Setup, ranks: Ranks, say: Say) -> list[Curve]:
     return curves
 
 
-def delivered_unlike(setup: Setup, engine: str, ranks: Ranks) -> list[str]:
-    """Returns differences between speculation with delivery on demand and synchronous steps with eager delivery."""
+def delivered_unlike(setup: Setup, engine: str, ranks: Ranks, eager: list[Curve] | None = None) -> list[str]:
+    """Returns differences between speculation with delivery on demand and synchronous steps with ``eager`` delivery."""
     short = replace(setup, steps=min(setup.steps, _ON_DEMAND_STEPS))
-    eager = ranks.run(run, short, engine, "never")
+    if eager is None or short != setup:
+        eager = ranks.run(run, short, engine, "never")
     return unequal(ranks.run(run, replace(short, delivery="on_demand"), engine, "always"), eager)
 
 
@@ -105,7 +108,7 @@ def compare(setup: Setup, engine: str, ranks: Ranks, references: Sequence[Curve]
     tolerance = tolerance_of(references, "torchtitan's AdamW" if engine == "titan" else ONE_PROCESS)
     result = Result(tolerance=tolerance)
     result.curves[tolerance.of] = references[0]
-    both: dict[str, list[Any]] = {}
+    both = result.of_ranks
     for speculation in ("always", "never"):
         both[speculation] = ranks.run(run, setup, engine, speculation)
         say(f"{engine}, {ranks.count} ranks, speculation {speculation}: loss {_last(both[speculation][0])}")
@@ -119,7 +122,9 @@ def compare(setup: Setup, engine: str, ranks: Ranks, references: Sequence[Curve]
         result.curves["plain FSDP2, torch AdamW"] = plain[0]
         result.problems.extend([f"plain FSDP2: {problem}" for problem in stray(plain[0], tolerance)])
     if engine in ON_DEMAND:
-        result.problems.extend([f"on demand: {problem}" for problem in delivered_unlike(setup, engine, ranks)])
+        result.problems.extend(
+            [f"on demand: {problem}" for problem in delivered_unlike(setup, engine, ranks, both["never"])]
+        )
         say("delivery on demand: compared with eager delivery")
     judge_fates(result, setup)
     return result

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from benchmarks.training.model import Transformer
-from tests.convergence.engines import BaseEngine, accumulating, reducing, sharded
+from tests.convergence.engines import BaseEngine, reducing, sharded
 from tests.convergence.meshes import PAIR, mesh_of
 
 
@@ -24,13 +24,10 @@ class TensorParallel(BaseEngine):
 
     @property
     def share(self) -> tuple[int, int]:
-        """Returns which share of the global batch this rank has, of how many: two ranks have the same one."""
-        return dist.get_rank() // PAIR, dist.get_world_size() // PAIR
+        return dist.get_rank() // PAIR, dist.get_world_size() // PAIR  # two ranks have the same one
 
     def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
-        if dist.get_world_size() > PAIR:
-            return reducing(self.model, reduces)
-        return nullcontext() if reduces else accumulating(self.optimizer)
+        return reducing(self.model, reduces) if dist.get_world_size() > PAIR else super().micro_batch(reduces)
 
 
 def _cut(model: Transformer, mesh: Any) -> None:

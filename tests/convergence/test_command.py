@@ -65,31 +65,18 @@ def test_nothing_committed(
     ("options", "text"),
     [
         ("--engine zero", "engine=zero: expected one of single, fsdp2"),
-        ("--engine plain-fsdp2 --ranks 2", "engine=plain-fsdp2: expected one of single, fsdp2"),
         ("--ranks 0", "ranks=0: expected 1 to 64"),
         (
             "--engine single --ranks 2",
             "one process is one rank; choose --engine fsdp2, ddp, tp, pp, ep, deepspeed, titan",
         ),
         ("--engine tp --ranks 1", "engine=tp with ranks=1: two ranks share each matrix"),
-        ("--engine pp --ranks 3", "engine=pp with ranks=3: the model has two stages"),
-        ("--engine ep --ranks 5", "engine=ep with ranks=5: two ranks share the experts; expected an even number"),
         ("--ranks 2 --steps 10", "steps=10: expected at least 41"),
-        ("--ranks 2 --steps 24", "steps=24: expected at least 41"),
         ("--ranks 2 --seed -1", "seed=-1: expected a whole number from 0"),
         ("--device cuda", "device=cuda: expected engine single, fsdp2 or ddp, under torchrun"),
-        ("--device tpu", "device=tpu: expected cpu or cuda"),
         ("--json /no/such/folder/x.json", "json=/no/such/folder/x.json: the file cannot be written"),
     ],
 )
 def test_refusals(options: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(options.split()) == 2
     assert text in capsys.readouterr().err
-
-
-def test_torchtitan_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("tests.convergence.engines.find_spec", lambda name: None)
-    assert main(["--engine", "titan", "--ranks", "2"]) == 2
-    assert "engine=titan: torchtitan is not installed; pip install --no-deps -r requirements/torchtitan.txt" in (
-        capsys.readouterr().err
-    )

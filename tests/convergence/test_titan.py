@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,18 +13,12 @@ from tests.convergence.distributed_run import Curve, run
 from tests.convergence.faulty_runs import mutated
 from tests.convergence.local_ranks import LocalRanks
 from tests.convergence.short_runs import SHORT
-from tests.convergence.suite import Result, verify_ranks
-from tests.support.checkout import ROOT
+from tests.convergence.suite import Result, compare, stock_runs
 from tests.support.optional_packages import needs
 
 pytestmark = [needs("torchtitan"), pytest.mark.convergence, pytest.mark.in_turn("verify titan")]
 
 STOCK = "torchtitan's AdamW"
-
-
-@pytest.fixture(scope="module")
-def result() -> Result:
-    return verify_ranks(SHORT, "titan", 2, print)
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +28,8 @@ def two() -> Iterator[LocalRanks]:
 
 
 @pytest.fixture(scope="module")
-def clean(two: LocalRanks) -> list[Curve]:
-    return two.run(run, SHORT, "titan", "never")
+def result(two: LocalRanks) -> Result:
+    return compare(SHORT, "titan", two, stock_runs(SHORT, two, print), print)
 
 
 def test_two_ranks(result: Result) -> None:
@@ -58,11 +48,11 @@ def test_two_ranks(result: Result) -> None:
 
 
 @pytest.mark.parametrize("fault", ["skip_publish", "apply_twice", "drop_clip"])
-def test_a_planted_fault_is_caught(fault: str, two: LocalRanks, result: Result, clean: list[Curve]) -> None:
+def test_a_planted_fault_is_caught(fault: str, two: LocalRanks, result: Result) -> None:
     """By both halves of the comparison, with the rank checks off."""
     curves: list[Curve] = two.run(mutated, SHORT, fault, "titan")
     assert [curve.error for curve in curves] == ["", ""]
-    assert unequal(curves, clean), "not equal to the synchronous run"
+    assert unequal(curves, result.of_ranks["never"]), "not equal to the synchronous run"
     assert result.tolerance is not None
     assert stray(curves[0], result.tolerance), "within the tolerance of torchtitan's AdamW"
 
@@ -77,14 +67,3 @@ def test_four_ranks_have_tensor_parallelism_too() -> None:
     assert one.norms == pytest.approx(stock.norms, rel=1e-3)
     assert len({str(curve.digests) for curve in speculative}) == 4, "each rank has a part of its own"
     assert one.stats["buckets_committed"] > 0 and one.stats["buckets_replayed"] > 0
-
-
-def test_the_command_under_torchrun(tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = ["-m", "tests.convergence.short_runs", "--engine", "titan", "--json", str(tmp_path / "x.json")]
-    done = subprocess.run([*launch, *command], cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "verified: 2 ranks with titan, 16 steps" in done.stdout
-    assert f"differ from {STOCK} by less than the tolerance" in done.stdout
-    summary = json.loads((tmp_path / "x.json").read_text())
-    assert summary["passed"] and summary["reference"] == STOCK

@@ -21,16 +21,13 @@ from torch import Tensor
 
 from benchmarks.training.config import ModelConfig
 from examples.torchtitan.on_cpus import prepare, without_flex_attention
-from superoffload.host.tensors import is_dtensor, local_of
-from tests.convergence.engines import Step
+from tests.convergence.engines import BaseEngine, Step, put_nan, whole
 from tests.convergence.meshes import PAIR
 from tests.convergence.setup import Setup
 
 
-class Titan:
+class Titan(BaseEngine):
     """Trains with ``superoffload.AdamW``: fp32 parameters, cast to bf16 for compute, as torchtitan does by default."""
-
-    ours = True
 
     def __init__(self, setup: Setup, speculation: str) -> None:
         for name in ("", "torch.distributed.tensor"):  # torchtitan's logger is the root; both warn of what is intended
@@ -39,10 +36,9 @@ class Titan:
         prepare()
         self._logged = _Logged()
         self._trainer = make_trainer(_configuration(setup, speculation, ours=self.ours), self._logged)
-        (self.model,) = self._trainer.model_parts
+        (self.inner,) = self._trainer.model_parts
+        self.model = self.inner
         self.optimizer = self._trainer.optimizers.adamw if self.ours else self._trainer.optimizers
-        mesh = self._trainer.parallel_dims.get_optional_mesh("batch")
-        self.share: tuple[int, int] = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
 
     def train(self, step: Step) -> tuple[float, float]:
         self._trainer.train_with(step)
@@ -50,18 +46,15 @@ class Titan:
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        return {name: _whole(param).clone() for name, param in self.model.named_parameters()}
+        return {name: whole(param).clone() for name, param in self.model.named_parameters()}
 
-    def digests(self) -> dict[str, str]:
-        digests: dict[str, str] = self.optimizer.state_digests() if self.ours else {}
-        return digests
-
-    def stats(self) -> dict[str, Any]:
-        return self.optimizer.stats() if self.ours else {}
+    @property
+    def share(self) -> tuple[int, int]:
+        mesh = self._trainer.parallel_dims.get_optional_mesh("batch")
+        return (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
 
     def close(self) -> None:
-        if self.ours:
-            self.optimizer.close()
+        super().close()
         self._trainer.close()
         gc.enable()  # the Trainer has switched it off
 
@@ -117,8 +110,7 @@ def make_trainer(config: Any, logged: _Logged) -> Any:
             loss = super().forward_backward_step(**inputs)
             self._backward_passes += 1
             if self._step.nan and self._step.last_rank and self._backward_passes == len(self._step.micro_batches):
-                grads = (param.grad for param in self.model_parts[0].parameters() if param.grad is not None)
-                next(local for local in map(local_of, grads) if local.numel()).view(-1)[-1] = math.nan
+                put_nan(self.model_parts[0])
             return loss
 
         def _scaled(self, model: Any, given: Any, made: Tensor) -> None:
@@ -207,8 +199,3 @@ def _resized(spec: Any, size: ModelConfig) -> Any:
         lm_head=replace(model.lm_head, in_features=width, out_features=tokens),
     )
     return replace(spec, model=model)
-
-
-def _whole(param: Tensor) -> Tensor:
-    whole: Tensor = param.full_tensor() if is_dtensor(param) else param.detach()
-    return whole

@@ -8,18 +8,16 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.training.model import DTYPES, build_model
-from tests.convergence.engines import Step, train_in_a_loop, world
+from tests.convergence.engines import BaseEngine, next_token_loss, world
 from tests.convergence.setup import Setup
 
 
-class Zero3:
+class Zero3(BaseEngine):
     """Trains parameters in bf16 (or fp32); DeepSpeed reduces and accumulates gradients in fp32."""
 
-    def __init__(self, setup: Setup, speculation: str) -> None:
+    def build(self, setup: Setup) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
         os.environ.setdefault("LOCAL_SIZE", "1")  # otherwise every reduction runs numactl, to count one device
@@ -32,52 +30,37 @@ class Zero3:
         # Gloo's collectives: DeepSpeed's own take a minute to compile, and ranks that wait in them spin.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-        model = build_model(setup.model, DTYPES[setup.dtype], torch.float32, setup.seed)
-        tables = model.cos.clone(), model.sin.clone()
-        parameters = [param for param in model.parameters() if param.requires_grad]
-        engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=parameters, config=configuration(setup, speculation)
-        )
-        model.set_rotary_tables(*tables)  # DeepSpeed has rounded the buffers along with the parameters
-        self.engine: Any = engine
-        self.model: nn.Module = model
-        self._poisoned = model.head.weight
-        self.optimizer = _Optimizer(engine)
+        return super().build(setup)
 
-    def train(self, step: Step) -> tuple[float, float]:
-        return train_in_a_loop(self, step)
+    def make_optimizer(self, setup: Setup, speculation: str) -> Any:
+        import deepspeed
+
+        tables = self.inner.cos.clone(), self.inner.sin.clone()
+        parameters = [param for param in self.inner.parameters() if param.requires_grad]
+        self.engine, *_ = deepspeed.initialize(
+            model=self.inner, model_parameters=parameters, config=configuration(setup, speculation)
+        )
+        self.inner.set_rotary_tables(*tables)  # DeepSpeed has rounded the buffers along with the parameters
+        return _Optimizer(self.engine)
 
     def backward(self, micro_batches: Sequence[Tensor], scale: float) -> float:
         losses = []
         for micro, tokens in enumerate(micro_batches):
             if micro:
                 self.engine.step()  # not the boundary yet
-            logits = self.engine(tokens[:, :-1])
-            loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            loss = next_token_loss(self.engine, tokens)
             self.engine.backward(loss * scale)
             losses.append(loss.item())
         return math.fsum(losses) / len(losses)
 
-    @property
-    def share(self) -> tuple[int, int]:
-        return world()
-
     def poison(self, last_rank: bool) -> None:
         if last_rank:
-            self.engine.optimizer.parts.gradients.partition_of(self._poisoned, write=True)[0] = math.nan
+            self.engine.optimizer.parts.gradients.partition_of(self.inner.head.weight, write=True)[0] = math.nan
 
     def weights(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        return {name: safe_get_full_fp32_param(param).clone() for name, param in self.model.named_parameters()}
-
-    def digests(self) -> dict[str, str]:
-        digests: dict[str, str] = self.engine.optimizer.state_digests()
-        return digests
-
-    def stats(self) -> dict[str, Any]:
-        stats: dict[str, Any] = self.engine.optimizer.stats()
-        return stats
+        return {name: safe_get_full_fp32_param(param).clone() for name, param in self.inner.named_parameters()}
 
     def close(self) -> None:
         self.engine.destroy()
@@ -89,9 +72,8 @@ class _Optimizer:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    @property
-    def param_groups(self) -> Any:
-        return self._engine.optimizer.param_groups
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine.optimizer, name)
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -105,18 +87,14 @@ class _Optimizer:
     def grad_norm(self) -> float:
         return float(self._engine.get_global_grad_norm())
 
-    def zero_grad(self) -> None:
-        self._engine.optimizer.zero_grad()
-
     def step(self) -> None:
         self._engine.step()
 
 
 def configuration(setup: Setup, speculation: str) -> dict[str, Any]:
     """Returns DeepSpeed's JSON, with small buckets, so that a backward has several reductions."""
-    world = torch.distributed.get_world_size()
     return {
-        "train_micro_batch_size_per_gpu": setup.batch // (world * setup.micro_batches),
+        "train_micro_batch_size_per_gpu": setup.batch // (world()[1] * setup.micro_batches),
         "gradient_accumulation_steps": setup.micro_batches,
         "gradient_clipping": setup.max_grad_norm,
         "communication_data_type": "fp32",

@@ -40,15 +40,6 @@ def is_whole(session: pytest.Session) -> bool:
     return not chosen and not session.config.getoption("deselect") and marked <= {item.path for item in session.items}
 
 
-def test_every_cell_of_the_page_has_a_text() -> None:
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and not line.startswith("| |")]
-    assert len(rows) == sum(map(len, SECTIONS.values()))
-    for row in rows:
-        cells = row.replace("\\|", "").split("|")[2:-1]
-        assert len(cells) == len(COLUMNS)
-        assert all(cell.strip().startswith(("works", "refused")) for cell in cells), row
-
-
 def test_cells_as_text() -> None:
     cell = Cell(works=["tests/a.py::test_x", "tests/a.py::test_y"], notes=["slowly"])
     assert cell.text() == "works, slowly (a.py: `test_x`, `test_y`)"

@@ -1,15 +1,13 @@
-"""The documentation: its code runs, its commands exist, its links lead somewhere."""
+"""README and the documentation: their code runs, their commands exist, their links lead somewhere."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,22 +16,17 @@ import torch
 from benchmarks.all import BENCHMARKS
 from superoffload.host.environment import OF_THE_BUILD, VARIABLES
 from superoffload.tools.cli import build_parser
+from tests.convergence.__main__ import make_parser as convergence_parser
 from tests.support.benchmarks import parser_of
 from tests.support.checkout import ROOT
+from tests.support.scripts import load_script
 
+README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 _BLOCK = re.compile(r"(?m)^(?P<skip><!-- not run: [^\n]+ -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL)
 
 
-def load_hooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "scripts/docs_hooks.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-hooks = load_hooks()
+hooks = load_script("docs_hooks")
 
 
 def python_blocks(page: Path) -> list[str]:
@@ -97,10 +90,21 @@ def test_code_of_the_page_runs(page: Path, names: dict[str, Any]) -> None:
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
 
 
+def test_the_loop_of_the_readme_trains() -> None:
+    (block,) = python_blocks(README)
+    layer = torch.nn.Linear(4, 2)
+    before = layer.weight.detach().clone()
+    names: dict[str, Any] = {"model": torch.nn.Sequential(layer), "data": [torch.randn(3, 4) for _ in range(3)]}
+    names["model"].register_forward_hook(lambda module, given, answer: Answer(answer))
+    exec(compile(block, "README.md", "exec"), names)
+    assert names["optimizer"].stats()["steps"] == 3 and not torch.equal(layer.weight, before)
+    names["optimizer"].close()
+
+
 def commands(page: Path) -> Iterator[list[str]]:
     """Every command line of ours in the page's indented blocks, without `python -m`."""
     text = re.sub(r"\\\n\s*", "", page.read_text())
-    for line in re.findall(r"(?m)^ {4}(superoffload .+|python -m benchmarks\.\w+.*)$", text):
+    for line in re.findall(r"(?m)^ {4}(superoffload .+|python -m (?:benchmarks\.\w+|tests\.convergence)\b.*)$", text):
         for part in line.split("&&"):
             yield shlex.split(part.removeprefix("python -m "), comments=True)
 
@@ -113,32 +117,25 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 def known_parsers() -> dict[str, argparse.ArgumentParser]:
     """By what begins a command: `superoffload verify`, `benchmarks.adam`."""
     own = {f"superoffload {name}": parser for name, parser in subparsers(build_parser()).items()}
+    own["tests.convergence"] = convergence_parser()
     return own | {f"benchmarks.{name}": parser_of(name) for name in BENCHMARKS}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_of_the_page_exist(page: Path) -> None:
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
+def test_commands_and_options_of_the_page_exist(page: Path) -> None:
     known = known_parsers()
     for words in commands(page):
         name, rest = (words[0], words[1:]) if "." in words[0] else (" ".join(words[:2]), words[2:])
-        if name not in known and (page.name in hooks.OPTIONAL or "." in name):
-            continue
-        try:
-            known[name].parse_args(rest)
-        except (SystemExit, KeyError):
-            pytest.fail(f"{page.name}: {' '.join(words)} is not accepted")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_options_named_in_the_text_exist(page: Path) -> None:
-    known = known_parsers()
-    for name, options in re.findall(
-        r"`(?:python -m )?(superoffload \w+|benchmarks\.\w+)((?: [^`\n]+)?)`", page.read_text()
-    ):
-        if name not in known and (page.name in hooks.OPTIONAL or "." in name or name.endswith(("run", "COMMAND"))):
-            continue
-        for option in re.findall(r"--[\w-]+", options):
+        if name in known or name.startswith("superoffload "):
+            try:
+                known[name].parse_args(rest)
+            except (SystemExit, KeyError):
+                pytest.fail(f"{page.name}: {' '.join(words)} is not accepted")
+    in_text = r"`(?:python -m )?(superoffload \w+|benchmarks\.\w+|tests\.convergence)((?: [^`\n]+)?)`"
+    for name, options in re.findall(in_text, page.read_text()):
+        for option in re.findall(r"--[\w-]+", options) if name in known else ():
             assert option in known[name].format_help(), f"{page.name}: {name} has no {option}"
+    assert page != README or len(list(commands(page))) >= 3
 
 
 def anchors(page: Path) -> set[str]:
@@ -146,16 +143,16 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    text = hooks.without_missing_links(_BLOCK.sub("", page.read_text()), ROOT / "docs")
+    text = hooks.without_missing_links(page.read_text(), ROOT / "docs") if page != README else page.read_text()
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith("https://"):
             continue
         name, _, anchor = target.partition("#")
         linked = page.parent / name if name else page
         assert linked.exists(), f"{page.name} links to {target}"
-        assert linked.resolve().is_relative_to(ROOT / "docs"), f"{page.name}: {target} is not on the site"
+        assert linked.resolve().is_relative_to(page.parent), f"{page.name}: {target} is not on the site"
         if anchor:
             assert anchor in anchors(linked), f"{page.name} links to {target}, and there is no such heading"
 
@@ -166,47 +163,9 @@ def test_navigation_has_every_page() -> None:
     assert named - {page.name for page in PAGES} <= hooks.OPTIONAL
 
 
-def test_optional_pages_are_left_out_until_they_exist(tmp_path: Path) -> None:
-    (tmp_path / "here.md").write_text("")
-    nav = [{"A": "here.md"}, {"B": [{"C": "ranks.md"}, {"D": "typo.md"}]}]
-    assert hooks.present(nav, tmp_path) == [{"A": "here.md"}, {"B": [{"D": "typo.md"}]}]
-    text = "[ranks](ranks.md#x), [typo](typo.md), [here](here.md)"
-    assert (
-        hooks.without_missing_links(text, tmp_path) == "ranks (not in this version), [typo](typo.md), [here](here.md)"
-    )
-    (tmp_path / "ranks.md").write_text("")
-    assert hooks.without_missing_links(text, tmp_path) == text and hooks.present(nav, tmp_path) == nav
-
-
 def test_every_environment_variable_is_in_the_reference() -> None:
     sources = [path.read_text() for path in (ROOT / "superoffload").rglob("*.py")]
     used = {name for text in sources for name in re.findall(r"\"(SUPEROFFLOAD_[A-Z_]+)\"", text)}
     shown = set(re.findall(r"(?m)^\| `(SUPEROFFLOAD_[A-Z_]+)` \|", (ROOT / "docs/api.md").read_text()))
     assert used - shown == set(), "docs/api.md has no row for these"
     assert shown == {*VARIABLES, *OF_THE_BUILD}, "superoffload/host/environment.py knows others"
-
-
-def test_pages_named_by_the_navigation_are_about_what_they_say() -> None:
-    for page in PAGES:
-        assert page.read_text().startswith(("# ", "<!--")), f"{page.name} has no title"
-
-
-BYSTANDERS = re.compile(r"\b(?:somebody|nobody|whoever|everybody|anybody|someone)\b", re.IGNORECASE)
-PROSE = sorted(
-    path
-    for folder in ("superoffload", "csrc", "tests", "scripts", "benchmarks", "docs", "examples")
-    for path in (ROOT / folder).rglob("*")
-    if path.suffix in {".py", ".pyi", ".md", ".cpp", ".h", ".inl", ".cu", ".cuh", ".sh"}
-)
-
-
-def test_no_sentence_is_about_a_bystander() -> None:
-    """Sentences name the thread, the function or the user that acts."""
-    found = [
-        f"{path.relative_to(ROOT)}: {line.strip()}"
-        for path in PROSE
-        if path != Path(__file__).resolve()
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if BYSTANDERS.search(line)
-    ]
-    assert not found

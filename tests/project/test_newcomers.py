@@ -19,7 +19,7 @@ from torch import nn
 
 import superoffload
 from superoffload import AdamW, checkpoints
-from superoffload.errors import ArgumentError, SuperOffloadError, UnknownArgument
+from superoffload.errors import ArgumentError, UnknownArgument
 from superoffload.host import environment
 from superoffload.host.numbers import MOST_THREADS
 from superoffload.optimizer.idle_steps import SKIPPED, WITHOUT_GRADIENTS
@@ -34,23 +34,24 @@ PACKAGE = Path(superoffload.__file__).parent
         ({"threads": 1_000_000}, f"threads=1000000: expected at most {MOST_THREADS}, or None for one per"),
         ({"trace": 3}, "trace=3: expected the path of a file to write, or None"),
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0: expected a finite number above 0, or None for no clipping"),
-        ({"max_grad_norm": "1"}, "max_grad_norm='1': expected a finite number above 0, or None"),
         ({"model": nn.Linear(2, 2)}, "model: Linear, which has none of params; pass the model whose"),
         ({"process_group": 3}, "process_group=3: expected a torch.distributed.ProcessGroup that this rank is in"),
     ],
-    ids=["threads", "trace", "norm", "text", "model", "group"],
+    ids=["threads", "trace", "norm", "model", "group"],
 )
 def test_values_that_cannot_be_meant(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         AdamW(model_of().parameters(), **arguments)
     assert str(caught.value).startswith(words)
+    if "threads" in arguments:
+        with pytest.raises(ArgumentError, match="threads=1000000: expected at most"):
+            superoffload.CPUAdamW(model_of().parameters(), **arguments)
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
     [
         ("SUPEROFFLOAD_DEVICE_TIMEOUT", "-5", "'-5': expected a number of seconds above 0"),
-        ("SUPEROFFLOAD_DEVICE_TIMEOUT", "1 min", "'1 min': expected a number of seconds above 0"),
         ("SUPEROFFLOAD_RANK_TIMEOUT", "1 min", "'1 min': expected a number of seconds"),
     ],
 )
@@ -66,40 +67,28 @@ def test_the_environment_is_checked_where_it_is_not_needed_too(
     AdamW(model_of().parameters()).close()
 
 
-@pytest.mark.parametrize(
-    ("variable", "advice"),
-    [
-        ("SUPEROFFLOAD_RANK_TIME_OUT", "did you mean SUPEROFFLOAD_RANK_TIMEOUT?"),
-        ("SUPEROFFLOAD_ISAS", "did you mean SUPEROFFLOAD_ISA?"),
-        ("superoffload_libcuda", "did you mean SUPEROFFLOAD_LIBCUDA?"),
-        ("SUPEROFFLOAD_COLOUR", "nothing here has a similar name."),
-    ],
-)
-def test_a_variable_that_nothing_reads_is_told_once(
-    variable: str, advice: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_that_nothing_reads_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are read, empty or of others are not told."""
     monkeypatch.setattr(environment, "_told", set())
-    monkeypatch.setenv(variable, "7")
-    with pytest.warns(RuntimeWarning, match="in the environment has no effect") as caught:
-        AdamW(model_of().parameters()).close()
-    (warning,) = caught
-    assert str(warning.message).startswith(f"superoffload: {variable}='7' in the environment")
-    assert advice in str(warning.message) and ", ".join(environment.VARIABLES) in str(warning.message)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        AdamW(model_of().parameters()).close()
-
-
-def test_variables_that_are_read_empty_or_of_others_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_told", set())
-    for variable in environment.OF_THE_BUILD:
+    for variable in (*environment.OF_THE_BUILD, "SUPER"):
         monkeypatch.setenv(variable, "1")
     monkeypatch.setenv("SUPEROFFLOAD_RANK_TIMEOUT", "5")
     monkeypatch.setenv("SUPEROFFLOAD_ISAS", "")
-    monkeypatch.setenv("SUPER", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         environment.check_environment()
+    for variable, advice in (
+        ("superoffload_libcuda", "did you mean SUPEROFFLOAD_LIBCUDA?"),
+        ("SUPEROFFLOAD_COLOUR", "nothing here has a similar name."),
+    ):
+        monkeypatch.setenv(variable, "7")
+        with pytest.warns(RuntimeWarning, match=f"{variable}='7' in the environment has no effect") as caught:
+            AdamW(model_of().parameters()).close()
+        (warning,) = caught
+        assert advice in str(warning.message) and ", ".join(environment.VARIABLES) in str(warning.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AdamW(model_of().parameters()).close()
 
 
 def test_a_variable_that_nothing_reads_is_told_where_no_optimizer_is_made() -> None:
@@ -127,11 +116,6 @@ def test_accumulate_without_with() -> None:
             del never_called
 
 
-def test_too_many_threads_are_refused_by_the_plain_optimizer_too() -> None:
-    with pytest.raises(ArgumentError, match="threads=1000000: expected at most"):
-        superoffload.CPUAdamW(model_of().parameters(), threads=1_000_000)
-
-
 def test_settings_in_a_group_that_nobody_reads() -> None:
     model = model_of()
     with pytest.raises(UnknownArgument, match=r"param_groups\[0\]: learning_rate=0.1 would not be read; .* lr\?"):
@@ -152,16 +136,6 @@ def test_a_monitor_of_something_else() -> None:
         pytest.raises(ArgumentError, match=r"limits: dict, expected superoffload.metrics.Limits\("),
     ):
         superoffload.Monitor(optimizer, limits=limits)
-
-
-def test_memory_that_the_system_refuses_is_counted() -> None:
-    from superoffload.host.memory import host_zeros
-
-    told = (
-        r"^host memory: 4e\+09 GB more were refused by the system, for optimizer state or buckets\. superoffload plan"
-    )
-    with pytest.raises(SuperOffloadError, match=told):
-        host_zeros(10**18, torch.float32)
 
 
 # ---- steps that do nothing ----------------------------------------------------------------------------------------
@@ -200,42 +174,21 @@ def test_a_warning_that_is_an_error_comes_once_the_step_is_whole() -> None:
         assert (optimizer.stats()["skipped_steps"], optimizer.stats()["steps"]) == (SKIPPED, 1)
 
 
-def test_an_optimizer_that_has_trained_may_rest() -> None:
+@pytest.mark.parametrize(("good", "times"), [(3 * SKIPPED, 1), (SKIPPED, 0)], ids=["never", "now and then"])
+def test_steps_that_are_all_skipped_are_told_once(good: int, times: int) -> None:
+    """An optimizer that has trained may rest."""
+
     def loop(model: nn.Module, optimizer: AdamW) -> None:
-        batch(model, 0).backward()
-        optimizer.step()
+        for step in range(1, 3 * SKIPPED):
+            optimizer.zero_grad()
+            (batch(model, step) * (float("nan") if step % good else 1.0)).backward()
+            optimizer.step()
         optimizer.zero_grad()
         empty(model, optimizer)
-
-    assert said(loop) == []
-
-
-@pytest.mark.parametrize(("steps", "times"), [(SKIPPED - 1, 0), (3 * SKIPPED, 1)])
-def test_steps_that_are_all_skipped_are_told_once(steps: int, times: int) -> None:
-    def loop(model: nn.Module, optimizer: AdamW) -> None:
-        for step in range(steps):
-            optimizer.zero_grad()
-            (batch(model, step) * float("nan")).backward()
-            optimizer.step()
 
     messages = said(loop)
     assert len(messages) == times
     assert all(f"{SKIPPED} steps in a row were skipped" in one and "GradScaler" in one for one in messages)
-
-
-def test_now_and_then_a_skipped_step_is_nothing_to_tell() -> None:
-    def loop(model: nn.Module, optimizer: AdamW) -> None:
-        for step in range(2 * SKIPPED):
-            optimizer.zero_grad()
-            (batch(model, step) * (float("nan") if step % SKIPPED else 1.0)).backward()
-            optimizer.step()
-
-    assert said(loop) == []
-
-
-def test_the_troubleshooting_page_has_the_words_of_both_warnings() -> None:
-    page = " ".join((PACKAGE.parent / "docs" / "troubleshooting.md").read_text().split())
-    assert "parameters has had a gradient yet" in page and "steps in a row were skipped" in page
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
@@ -264,12 +217,10 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
     ("given", "words"),
     [
         ("run/optimizer.pt", "'run/optimizer.pt', which torch.load reads"),
-        (Path("optimizer.pt"), "'optimizer.pt', which torch.load reads"),
         (nn.Linear(2, 2).state_dict(), "a dict with 'weight', 'bias'"),
-        ({}, "a dict with nothing"),
         (None, "a NoneType"),
     ],
-    ids=["path", "Path", "model", "empty", "none"],
+    ids=["path", "model", "none"],
 )
 def test_what_is_no_state_dict_of_an_optimizer(given: Any, words: str) -> None:
     with AdamW(model_of().parameters()) as optimizer, pytest.raises(ArgumentError) as caught:
@@ -299,8 +250,3 @@ def test_a_clone_that_was_not_built_says_so(tmp_path: Path) -> None:
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and last.startswith("ImportError: the compiled part of superoffload is not in ")
     assert str(clone) in last and "pip install --editable ." in last
-
-
-def test_other_names_are_missing_as_ever() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Adam'"):
-        superoffload.Adam  # noqa: B018

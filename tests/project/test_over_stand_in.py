@@ -47,25 +47,17 @@ def item(link: str, *marks: pytest.MarkDecorator, **params: Any) -> Any:
 
 
 def test_parameters_are_read_behind_the_stream(fake: Fake) -> None:
-    """However late the device is."""
+    """However late the device is, and a step waits for what was speculated."""
     fake.delays(7, 3000.0)
     model, twin = model_of(), model_of()
-    with over_stand_in(fake) as links, AdamW(model.parameters(), threads=1) as optimizer:
+    options: dict[str, Any] = {"speculation": "always", "threads": 1, "bucket_numel": 1024}
+    with over_stand_in(fake) as links, AdamW(model.parameters(), **options) as optimizer:
         train(model, optimizer, range(3))
-        found = weights(model)
+        found, stats = weights(model), optimizer.stats()
         check_links(links)
     with AdamW(twin.parameters(), threads=1) as host:
         train(twin, host, range(3))
     assert torch.equal(found, weights(twin))
-
-
-def test_a_step_waits_for_what_was_speculated(fake: Fake) -> None:
-    fake.delays(3, 2000.0)
-    model = model_of()
-    options: dict[str, Any] = {"speculation": "always", "threads": 1, "bucket_numel": 1024}
-    with over_stand_in(fake), AdamW(model.parameters(), **options) as optimizer:
-        train(model, optimizer, range(5))
-        stats = optimizer.stats()
     assert stats["buckets_committed"] == stats["buckets_speculated"] > 0
 
 

@@ -12,12 +12,6 @@ import superoffload
 from tests.support.checkout import ROOT
 
 
-def run(script: str) -> str:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_modules_are_there_without_an_import_of_their_own() -> None:
     script = (
         "import sys, superoffload\n"
@@ -25,24 +19,16 @@ def test_modules_are_there_without_an_import_of_their_own() -> None:
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
         "superoffload.integrations\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "print(superoffload.integrations.fsdp2.__name__)\n"
         "print(superoffload.checkpoints.save.__name__, superoffload.checkpoints.load.__name__)\n"
         "print(superoffload.metrics.Limits.__name__, superoffload.exporter.PrometheusExporter.__name__)\n"
         "print(superoffload.errors.ArgumentError.__name__, superoffload.timeline.span.__name__)\n"
         "print(superoffload.kernels.__name__)"
     )
-    assert run(script).split() == [
-        *("save", "load", "Limits", "PrometheusExporter", "ArgumentError", "span", "superoffload.kernels"),
-    ]
-
-
-def test_integrations_are_loaded_when_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    for name in ("deepspeed", "transformers"):
-        monkeypatch.delitem(vars(superoffload.integrations), name, raising=False)  # not delattr: that loads it
-    monkeypatch.setattr("superoffload.integrations.import_module", asked.append)
-    for name in ("deepspeed", "transformers"):
-        getattr(superoffload.integrations, name)
-    assert asked == ["superoffload.integrations.deepspeed", "superoffload.integrations.transformers"]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    expected = "save load Limits PrometheusExporter ArgumentError span superoffload.kernels"
+    assert done.stdout.split() == ["superoffload.integrations.fsdp2", *expected.split()]
 
 
 def test_every_module_of_the_reference_is_reachable() -> None:
