@@ -48,8 +48,6 @@ def test_bf16_parameters_on_a_mesh() -> None:
         assert_same(speculative, synchronous)
 
 
-# ---- planted faults -----------------------------------------------------------------------------------------------
-
 FOUND = [
     ("fsdp2 x tp2", "skip_publish", "rank 1: blocks.0.norm.weight: the published parameter is not round(master)"),
     ("tp2 sp", "swap_mesh_shards", "blocks.0.down.weight: the published parameter is not round(master)"),

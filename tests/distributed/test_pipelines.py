@@ -47,8 +47,6 @@ def test_it_trains_like_one_process(way: str) -> None:
     assert seen == set(alone.masters)
 
 
-# ---- planted faults -----------------------------------------------------------------------------------------------
-
 FOUND = [
     ("pp2", "drop_clip", 1, "rank 1: "),
     ("pp2 x fsdp2", "skip_publish", 3, "rank 3: blocks.1."),
@@ -90,35 +88,6 @@ def test_planted_faults_are_found(way: str, fault: str, rank: int, text: str) ->
     number, message = results[0]
     assert message.startswith("RankError: ranks have diverged: ") and text in message, message
     assert number == 2 and "step 2" in message
-
-
-# ---- stages without gradients -------------------------------------------------------------------------------------
-
-
-def idle_stage() -> tuple[list[float], int, list[float]]:
-    """The second rank has gradients in every third step only."""
-    rank = dist.get_rank()
-    param = nn.Parameter(torch.ones(4))
-    norms = []
-    with AdamW([(f"stage{rank}.w", param)], lr=0.1, weight_decay=0.0, threads=1, rank_timeout=20.0) as optimizer:
-        for step in range(6):
-            optimizer.zero_grad()
-            if rank == 0 or step % 3 == 0:
-                param.sum().backward()
-            optimizer.step()
-            norms.append(optimizer.grad_norm)
-        return norms, int(optimizer.state[param]["step"]), param.tolist()
-
-
-def test_a_stage_without_gradients_is_left_alone() -> None:
-    first, second = on_ranks(2, idle_stage)
-    both = pytest.approx(8.0**0.5)
-    assert first[0] == second[0] == [both, 2.0, 2.0, both, 2.0, 2.0]
-    assert (first[1], second[1]) == (6, 2), "as torch counts: a step without a gradient is none"
-    assert first[2] == pytest.approx([1 - 6 * 0.1] * 4, abs=1e-5) and second[2] == pytest.approx([0.8] * 4, abs=1e-5)
-
-
-# ---- who has what -------------------------------------------------------------------------------------------------
 
 
 def refused() -> list[str]:
