@@ -105,18 +105,15 @@ def check_what_is_left(root: Path) -> int:
 @only_over_stand_in(background=False)
 @pytest.mark.parametrize("background", [False, True])
 def test_killed_at_every_call_to_the_system(background: bool, link_below: str, tmp_path: Path) -> None:
-    """Some hundred of them write a checkpoint; those killed are spread over the first ones."""
-    newest = []
+    """Some hundred of them write a checkpoint, each in its turn the last in test_saving_crashes.py. Here a process of
+    its own trains on, and ends at its first one or between later checkpoints."""
     children = []
-    for kill_at in range(2, 420, 104):
+    for kill_at in (2, 210, 418):
         root = tmp_path / str(kill_at)
         root.mkdir()
         children.append((root, start(root, 4, kill_at, background, link_below)))
-        if len(children) == 2:
-            newest += [ended(*child) for child in children]
-            children.clear()
-    newest += [ended(*child) for child in children]
-    assert min(newest) == 0 and max(newest) >= 2  # before the first checkpoint, and between later ones
+    newest = [ended(*child) for child in children]
+    assert newest[0] == 0 and max(newest) >= 2
 
 
 def ended(root: Path, process: Any) -> int:

@@ -103,7 +103,7 @@ def test_any_layout_loads_what_any_other_saved(first: str, tmp_path: Path) -> No
     saved, later = results[0]
     for other, _ in results:
         assert_equal(other, saved)
-    for then in DENSE:
+    for then in DENSE if first == DENSE[0] else DENSE[:2]:
         for loaded, after in on_ranks(LAYOUTS[then].ranks, load, then, str(tmp_path)):
             assert_equal(loaded, saved)
             if then == first:

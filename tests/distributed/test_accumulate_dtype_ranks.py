@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from superoffload import AdamW
 from superoffload.integrations.fsdp2 import keep_reduced_gradients
 from superoffload.optimizer.packed_gradient import packed_in
-from tests.support.adamw_training import batch, model_of
+from tests.support.adamw_training import model_of
 from tests.support.compatibility import compat
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
-from tests.support.fp32_gradients import declared, needs_grad_dtype
+from tests.support.fp32_gradients import needs_grad_dtype
 from tests.support.layouts import layouts
 from tests.support.link_runs import LATE
 from tests.support.micro_batches import ROW
@@ -34,7 +34,6 @@ from tests.support.rank_processes import (
     optimizer_of,
     shard,
     tokens_of,
-    wholes_of,
 )
 
 MICROS = 4
@@ -246,29 +245,3 @@ def test_what_cannot_be_served_is_refused() -> None:
         assert all(error.startswith("ArgumentError: accumulate_dtype='fp32'") for error in (plain, unnamed, replica))
         assert "Expected BFloat16, got Float" in behind
         assert one_rank.startswith("RankError") and "accumulate_dtype" in one_rank
-
-
-def reduced_by_hand(mode: str | None, replicated: str) -> list[Tensor]:
-    """In a rank; ``mode`` None: the reference, with sums that torch makes in fp32."""
-    model = model_of(torch.bfloat16)
-    if mode is None:
-        declared(model)
-    options = {"lr": 1e-2, "threads": 1, "replicated": replicated, **({} if mode is None else ASKED)}
-    with AdamW(model.parameters(), speculation=mode or "never", **options) as optimizer:
-        for step in range(3):
-            optimizer.zero_grad()
-            for micro in range(3):
-                batch(model, 100 * step + 10 * micro + dist.get_rank()).backward()
-            for param in model.parameters():
-                assert param.grad is not None and param.grad.dtype is torch.float32
-                dist.all_reduce(param.grad)
-            optimizer.step()
-        return wholes_of(model)
-
-
-@needs_grad_dtype
-@pytest.mark.parametrize(("replicated", "mode"), [("replicate", "never"), ("shard", "always")])
-def test_gradients_that_are_reduced_by_hand(replicated: str, mode: str) -> None:
-    (expected, _) = on_ranks(2, reduced_by_hand, None, replicated)
-    for found in on_ranks(2, reduced_by_hand, mode, replicated):
-        assert same(found, expected)

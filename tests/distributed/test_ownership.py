@@ -98,10 +98,6 @@ def boxes_agree() -> None:
             assert torch.equal(param.full_tensor(), whole[key]), key
 
 
-def test_a_local_part_is_its_box() -> None:
-    on_ranks(4, boxes_agree)
-
-
 SHAPES = [(8, 8), (7, 5), (1, 9), (3, 2, 5), (13,), (2, 0)]
 
 
@@ -117,7 +113,8 @@ def any_placements() -> None:
             assert torch.equal(holding.box.of(whole), param.to_local()), (shape, placements)
 
 
-def test_any_placements() -> None:
+def test_a_local_part_is_its_box() -> None:
+    on_ranks(4, boxes_agree)
     on_ranks(4, any_placements)
 
 
