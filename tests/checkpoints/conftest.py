@@ -1,4 +1,5 @@
-"""What tests of checkpoints begin with: a checkpoint of two steps, a run that loads, a model that reads."""
+"""What tests of checkpoints begin with: a checkpoint of two steps, a run that loads, a model that reads. Ranks that
+tests share end with the file that started them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from torch import nn
 
 from superoffload import AdamW
 from tests.support.adamw_training import model_of
+from tests.support.rank_processes import close_pools
 from tests.support.saved_runs import Run, save_two_steps
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_end_with_their_file() -> Iterator[None]:
+    yield
+    close_pools()
 
 
 @pytest.fixture(scope="module")

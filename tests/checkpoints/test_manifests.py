@@ -47,64 +47,35 @@ def at(*path: Any, value: Any) -> Callable[[Content], None]:
 
 MANIFESTS: dict[str, Callable[[Content], None]] = {
     "no files": without("files"),
-    "no tensors": without("tensors"),
-    "files a list": at("files", value=[]),
-    "tensors a string": at("tensors", value="x"),
-    "no bytes": without("files", TENSORS, "bytes"),
     "bytes negative": at("files", TENSORS, "bytes", value=-1),
-    "bytes a string": at("files", TENSORS, "bytes", value="7"),
-    "bytes true": at("files", TENSORS, "bytes", value=True),
     "no header": without("files", TENSORS, "header"),
-    "header a number": at("files", TENSORS, "header", value=3),
     "a file null": at("files", TENSORS, value=None),
     "bytes of a state beyond all": at("files", "state.pt", "bytes", value=(1 << 30) + 1),
     "no state": without("files", "state.pt"),
     "state without checksum": at("files", "state.pt", value={"bytes": 5, "header": "0" * 64}),
     "up the tree": a_file("../../etc/passwd"),
-    "from the root": a_file("/etc/passwd"),
-    "the folder above": a_file(".."),
-    "the folder": a_file("."),
-    "no name": a_file(""),
     "a name with NUL": a_file("a\0b"),
     "a name of control characters": a_file("\x1b[2J"),
     "a long name": a_file("x" * 300),
     "a name that is no text": a_file("\ud800"),
-    "pieces null": at("tensors", KEY, value=None),
     "no pieces": at("tensors", KEY, value=[]),
-    "pieces a dict": at("tensors", KEY, value={}),
-    "a piece a list": at("tensors", KEY, 0, value=[]),
     "twice": lambda content: content["tensors"][KEY].append(content["tensors"][KEY][0]),
-    "no shape": without("tensors", KEY, 0, "shape"),
-    "shape a number": piece(shape=8),
-    "shape of strings": piece(shape=["8"]),
     "shape of floats": piece(shape=[8.0]),
     "shape negative": piece(shape=[-8]),
     "shape huge": piece(shape=[1 << 40, 1 << 40]),
     "shape whose strides overflow": piece(shape=[0, 1 << 61, 1 << 61], offsets=[0] * 3, lengths=[0] * 3),
     "shape of many dimensions": piece(shape=[1] * 100_000),
-    "no offsets": without("tensors", KEY, 0, "offsets"),
     "offsets of two dimensions": piece(offsets=[0, 0]),
-    "offsets a number": piece(offsets=0),
-    "offsets null": piece(offsets=None),
     "offset -1": piece(offsets=[-1]),
     "offset 1": piece(offsets=[1]),
-    "offset a float": piece(offsets=[0.5]),
     "offset a number beyond all": piece(offsets=[10**400]),
-    "no lengths": without("tensors", KEY, 0, "lengths"),
-    "no lengths in the list": piece(lengths=[]),
     "length 1e9": piece(lengths=[1e9]),
-    "length 10**9": piece(lengths=[10**9]),
     "length 7": piece(lengths=[7]),
-    "length 0": piece(lengths=[0]),
     "flat a number": piece(flat=1),
     "flat and of two dimensions": piece(flat=True, shape=[2, 4], offsets=[0, 0], lengths=[2, 4]),
-    "no flat": without("tensors", KEY, 0, "flat"),
     "file up the tree": piece(file="../../etc/passwd"),
-    "file of no kind": piece(file={}),
-    "file that is not there": piece(file="x"),
     "file without tensors": piece(file="state.pt"),
     "no checksum": without("tensors", KEY, 0, "sha256"),
-    "checksum null": piece(sha256=None),
     "checksum short": piece(sha256="0"),
     "a long name of a tensor": lambda content: content["tensors"].update({"model." + "\x1b" * 5000: []}),
     "pieces in one file": lambda content: content["tensors"][KEY].append(
@@ -119,14 +90,21 @@ MANIFESTS: dict[str, Callable[[Content], None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_forged_manifests_are_refused(name: str, saved: Path, run: Run, tmp_path: Path) -> None:
-    folder = forged(saved, tmp_path / "step-2", MANIFESTS[name])
+def refusal_of(folder: Path, run: Run) -> str:
+    """The error of a load that changes nothing; short, and without what steers a terminal."""
     before = run.everything()
     with pytest.raises(ArgumentError) as caught:
         checkpoints.load(folder, run.model, run.optimizer)
-    assert str(folder) in str(caught.value) and str(caught.value).isprintable() and len(str(caught.value)) < 1200
     assert_same(run.everything(), before)
+    error = str(caught.value)
+    assert error.isprintable() and len(error) < 1200
+    return error
+
+
+def test_forged_manifests_are_refused(saved: Path, run: Run, tmp_path: Path) -> None:
+    for number, (name, change) in enumerate(MANIFESTS.items()):
+        folder = forged(saved, tmp_path / str(number), change)
+        assert str(folder) in refusal_of(folder, run), name
 
 
 def of_first_version(content: Content) -> None:
@@ -148,37 +126,24 @@ def test_checkpoints_of_the_first_version_are_read(saved: Path, run: Run, tmp_pa
     assert found == expected and all(torch.equal(a, b) for a, b in zip(loaded, buffers, strict=True))
 
 
-FIRST_VERSION: dict[str, dict[str, Any]] = {
-    "dim=7": {"dim": 7},
-    "dim=-1": {"dim": -1},
-    "dim null": {"dim": None},
-    "start=1": {"start": 1},
-    "start a float": {"start": 0.5},
-    "length=10**9": {"length": 10**9},
-    "length=7": {"length": 7},
-    "flat and dim": {"flat": True, "dim": 1},
-    "a number and a start": {"shape": [], "start": 3},
-}
+FIRST_VERSION: list[dict[str, Any]] = [
+    {"dim": 7}, {"dim": -1}, {"dim": None}, {"start": 1}, {"start": 0.5}, {"length": 10**9}, {"length": 7},
+    {"flat": True, "dim": 1}, {"shape": [], "start": 3},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FIRST_VERSION)
-def test_forged_manifests_of_the_first_version_are_refused(name: str, saved: Path, run: Run, tmp_path: Path) -> None:
-    def change(content: Content) -> None:
-        of_first_version(content)
-        piece(**FIRST_VERSION[name])(content)
+def test_forged_manifests_of_other_versions_are_refused(saved: Path, run: Run, tmp_path: Path) -> None:
+    for number, version in enumerate([0, 3, "2", None, [2]]):
+        folder = forged(saved, tmp_path / f"version-{number}", at("version", value=version))
+        assert "this superoffload reads 1 to 2" in refusal_of(folder, run), version
+    for number, values in enumerate(FIRST_VERSION):
 
-    folder = forged(saved, tmp_path / "step-2", change)
-    before = run.everything()
-    with pytest.raises(ArgumentError, match="the manifest is damaged"):
-        checkpoints.load(folder, run.model, run.optimizer)
-    assert_same(run.everything(), before)
+        def change(content: Content, values: dict[str, Any] = values) -> None:
+            of_first_version(content)
+            piece(**values)(content)
 
-
-@pytest.mark.parametrize("version", [0, 3, "2", None, [2]])
-def test_other_versions_are_refused(version: Any, saved: Path, run: Run, tmp_path: Path) -> None:
-    folder = forged(saved, tmp_path / "step-2", at("version", value=version))
-    with pytest.raises(ArgumentError, match="this superoffload reads 1 to 2"):
-        checkpoints.load(folder, run.model, run.optimizer)
+        folder = forged(saved, tmp_path / str(number), change)
+        assert "the manifest is damaged" in refusal_of(folder, run), values
 
 
 def state_at(*path: Any, value: Any) -> Callable[[Content], Any]:
@@ -193,47 +158,31 @@ STATES: dict[str, Callable[[Content], Any]] = {
     "a list": lambda _: [],
     "a tensor": lambda _: torch.zeros(3),
     "no groups": state_at("groups", value=None),
-    "a group a list": state_at("groups", 0, value=[]),
     "no params": state_at("groups", 0, "params", value=None),
     "params numbers": state_at("groups", 0, "params", value=[1]),
     "no lr": lambda content: {**content, "groups": [{"params": g["params"]} for g in content["groups"]]},
-    "lr a string": state_at("groups", 0, "lr", value="x"),
     "weight decay a list": state_at("groups", 0, "weight_decay", value=[1]),
     "betas null": state_at("groups", 0, "betas", value=None),
     "amsgrad of many": state_at("groups", 0, "amsgrad", value=torch.ones(3)),
-    "steps a list": state_at("steps", value=[]),
     "steps of nothing": state_at("steps", value={}),
     "steps negative": state_at("steps", "scale", value=-1),
     "steps a float": state_at("steps", "scale", value=1.5),
     "steps beyond all": state_at("steps", "scale", value=10**400),
-    "aliases null": state_at("aliases", value=None),
     "aliases of what is not there": state_at("aliases", "head.weight", value="nothing"),
-    "aliases numbers": state_at("aliases", "head.weight", value=3),
-    "other null": state_at("other", value=None),
     "other numbered": state_at("other", 3, value=3),
     "other of no module": state_at("other", "nothing._extra_state", value=3),
-    "extra null": state_at("extra", value=None),
     "extra missing": lambda content: {key: value for key, value in content.items() if key != "extra"},
 }
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_forged_states_are_refused(name: str, saved: Path, run: Run, tmp_path: Path) -> None:
-    data = io.BytesIO()
-    torch.save(STATES[name](torch.load(saved / "state.pt", weights_only=True)), data)
-    folder = with_state(saved, tmp_path / "step-2", data.getvalue())
-    before = run.everything()
-    with pytest.raises(ArgumentError):
-        checkpoints.load(folder, run.model, run.optimizer)
-    assert_same(run.everything(), before)
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b"x", b"\x80\x02.", b"PK\x03\x04", b"\x80\x02(((((", b"\x80\x02]q\x00h\x01.", b"\x80\x02K\x01\x94u."]
-)
-def test_states_that_are_no_states(data: bytes, saved: Path, run: Run, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"state\.pt: cannot be read safely"):
-        checkpoints.load(with_state(saved, tmp_path / "step-2", data), run.model, run.optimizer)
+def test_forged_states_are_refused(saved: Path, run: Run, tmp_path: Path) -> None:
+    for number, (name, change) in enumerate(STATES.items()):
+        data = io.BytesIO()
+        torch.save(change(torch.load(saved / "state.pt", weights_only=True)), data)
+        assert refusal_of(with_state(saved, tmp_path / str(number), data.getvalue()), run), name
+    for junk in (b"", b"x", b"PK\x03\x04", b"\x80\x02(((((", b"\x80\x02]q\x00h\x01.", b"\x80\x02K\x01\x94u."):
+        folder = with_state(saved, tmp_path / f"junk-{junk.hex()}", junk)
+        assert "state.pt: cannot be read safely" in refusal_of(folder, run), junk
 
 
 JUNK: list[Any] = [None, True, -1, 0, 1, 1 << 63, 1e300, float("nan"), "", "x", "..", "\0", [], {}, [[]], {"a": 1}]
@@ -268,7 +217,7 @@ def test_mutated_manifests_change_nothing(saved: Path, run: Run, tmp_path: Path)
     expected, straight = Run(4, torch.bfloat16), run.everything()
     checkpoints.load(saved, expected.model, expected.optimizer)
     loaded = 0
-    for seed in range(300):
+    for seed in range(150):
         folder = forged(saved, tmp_path / str(seed), partial(mutate, chance=random.Random(seed)))
         try:
             checkpoints.load(folder, run.model, run.optimizer)
@@ -278,14 +227,14 @@ def test_mutated_manifests_change_nothing(saved: Path, run: Run, tmp_path: Path)
         assert run.optimizer.state_digests() == expected.optimizer.state_digests(), seed
     if not loaded:
         assert_same(run.everything(), straight)
-    assert loaded < 100
+    assert loaded < 50
     expected.optimizer.close()
 
 
 # ---- what is no file of ours ------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", STRANGE)
 def test_strange_files_hide_no_checkpoint_and_hang_nothing(kind: str, saved: Path, run: Run, tmp_path: Path) -> None:
     good = forged(saved, tmp_path / "step-2", lambda _: None)
@@ -298,15 +247,15 @@ def test_strange_files_hide_no_checkpoint_and_hang_nothing(kind: str, saved: Pat
     assert checkpoints.latest(tmp_path) == good
 
 
-@pytest.mark.parametrize("folder", ["a\0b", "x" * 5000, "\ud800", b"a", 3])
-def test_paths_that_cannot_be(folder: Any, run: Run) -> None:
-    with pytest.raises(ArgumentError):
-        checkpoints.load(folder, run.model, run.optimizer)
-    if isinstance(folder, str):
-        assert checkpoints.latest(folder) is None
+def test_paths_that_cannot_be(run: Run) -> None:
+    folders: list[Any] = ["a\0b", "x" * 5000, "\ud800", b"a", 3]
+    for folder in folders:
+        with pytest.raises(ArgumentError):
+            checkpoints.load(folder, run.model, run.optimizer)
+        assert not isinstance(folder, str) or checkpoints.latest(folder) is None
 
 
-def test_depth_is_that_of_brackets_outside_of_text(tmp_path: Path) -> None:
+def test_text_of_others_is_bounded_in_depth_and_size_and_steers_no_terminal(tmp_path: Path) -> None:
     contents: list[Any] = [{"[" * 200: '"\\' + "{" * 200}, [[[]]] * 1000, json.loads("[" * 60 + "]" * 60)]
     for content in contents:
         text = json.dumps(content).encode()
@@ -319,10 +268,7 @@ def test_depth_is_that_of_brackets_outside_of_text(tmp_path: Path) -> None:
         assert parse_json(before + b'\\\\\\"[[[[", [[]]]')[1] == [[]]
         with pytest.raises(ValueError, match="nested deeper"):
             parse_json(before + b'\\\\", ' + b"[" * 130)
+    assert printable("a\x1b[31mb\udcff\u202e\n\tö") == "a\\x1b[31mb\\udcff\\u202e\\n\\tö"
     (tmp_path / "x").write_text('"' + "x" * 100 + '"')
     with pytest.raises(ArgumentError, match="more than 50 bytes"):
         read_json(tmp_path / "x", 50)
-
-
-def test_names_are_shown_without_what_steers_a_terminal() -> None:
-    assert printable("a\x1b[31mb\udcff\u202e\n\tö") == "a\\x1b[31mb\\udcff\\u202e\\n\\tö"

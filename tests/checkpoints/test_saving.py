@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import re
-import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,38 +20,41 @@ from superoffload import AdamW, checkpoints
 from superoffload.checkpoints import folder as folders
 from superoffload.checkpoints.safetensors import TensorFile
 from superoffload.engine.snapshot import ShardState, Snapshot
-from superoffload.errors import ArgumentError, DiskError, StateError
-from tests.support.adamw_training import DTYPES, batch, model_of, train
+from superoffload.errors import DiskError, StateError
+from tests.support.adamw_training import model_of, train
 from tests.support.compatibility import compat
 from tests.support.over_stand_in import only_over_stand_in
-from tests.support.saved_runs import Run, Tied, assert_same, save_two_steps
+from tests.support.saved_runs import Run, assert_same
 
 
 @compat("save, kill, resume: the same losses and bits as a run never stopped", "single", "stand_in")
 @only_over_stand_in(dtype=torch.bfloat16)
-@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "state", "master"),
-    [*((dtype, "fp32", "fp32") for dtype in DTYPES)]
-    + [(torch.bfloat16, *kinds) for kinds in (("bf16", "fp32"), ("fp32", "split"), ("bf16", "split"))],
+    ("dtype", "state", "master", "background"),
+    [
+        (torch.float32, "fp32", "fp32", True),
+        (torch.float16, "fp32", "fp32", False),
+        (torch.bfloat16, "bf16", "fp32", False),
+        (torch.bfloat16, "fp32", "split", True),
+        (torch.bfloat16, "bf16", "split", False),
+    ],
 )
 def test_resume_is_bit_exact(dtype: torch.dtype, state: str, master: str, background: bool, tmp_path: Path) -> None:
     kinds = {"state_dtype": state, "master_dtype": master}
     straight = Run(0, dtype, **kinds)
-    losses, at = [], (0, 1, 4)
+    losses, at, savings = [], (0, 4), []
     for step in range(7):
+        saved = tmp_path / f"step-{step}", straight.model, straight.optimizer
         if step in at and background:
-            checkpoints.save_in_background(
-                tmp_path / f"step-{step}", straight.model, straight.optimizer, extra=straight.extra()
-            )
+            savings.append(checkpoints.save_in_background(*saved, extra=straight.extra()))
         elif step in at:
-            checkpoints.save(tmp_path / f"step-{step}", straight.model, straight.optimizer, extra=straight.extra())
+            checkpoints.save(*saved, extra=straight.extra())
         losses += straight.steps(range(step, step + 1))
-    straight.optimizer.await_snapshots()
+    for saving in savings:
+        saving.wait(60)
     for step in at:
         other = Run(5, dtype, "never", **kinds)
         other.steps(range(50, 53))
-        wait_for(tmp_path / f"step-{step}")
         other.resume(tmp_path / f"step-{step}")
         assert other.steps(range(step, 7)) == losses[step:]
         assert_same(other.everything(), straight.everything())
@@ -60,18 +62,8 @@ def test_resume_is_bit_exact(dtype: torch.dtype, state: str, master: str, backgr
     straight.optimizer.close()
 
 
-def wait_for(folder: Path) -> None:
-    deadline = threading.Event()
-    for _ in range(3000):
-        if (folder / "manifest.json").exists():
-            return
-        deadline.wait(0.01)
-    raise AssertionError(f"{folder} was not written within 30 s")
-
-
 @compat("a checkpoint in the middle of an accumulation window: that of the last finished step", "single", "stand_in")
-@pytest.mark.parametrize("background", [False, True])
-def test_saved_in_the_middle_of_a_window(background: bool, tmp_path: Path) -> None:
+def test_saved_in_the_middle_of_a_window(tmp_path: Path) -> None:
     """What is saved is the last finished step; after a resume the window is run again from its beginning."""
     run = Run(0, torch.bfloat16)
     run.steps(range(3))
@@ -80,10 +72,7 @@ def test_saved_in_the_middle_of_a_window(background: bool, tmp_path: Path) -> No
     run.optimizer.zero_grad()
     run.backward(3)  # speculated; the second half of the window is still to come
     extra = {"scheduler": lr, "rng": rng}
-    if background:
-        checkpoints.save_in_background(tmp_path / "a", run.model, run.optimizer, extra=extra).wait()
-    else:
-        checkpoints.save(tmp_path / "a", run.model, run.optimizer, extra=extra)
+    checkpoints.save(tmp_path / "a", run.model, run.optimizer, extra=extra)
     run.backward(103)
     run.optimizer.step()
     run.scheduler.step()
@@ -115,7 +104,7 @@ class HeldUp:
         monkeypatch.setattr(TensorFile, "write", held_up)
 
 
-def test_copies_of_resident_shards_count() -> None:
+def test_copies_of_resident_shards_count_until_they_are_written() -> None:
     """12 bytes of state per element; the first shard's state is on the accelerator."""
 
     def shard(index: int, numel: int) -> Any:
@@ -131,24 +120,19 @@ def test_copies_of_resident_shards_count() -> None:
         snapshot.read_all(lambda index, _: read.append(index))  # noqa: B023
         assert read == [0, 1] and snapshot.largest_extra == most
         snapshot.protect(shards)  # all is read
+    three = [shard(index, 10) for index in range(3)]
+    snapshot = Snapshot(three, 120)
 
-
-def test_room_of_resident_shards_is_free_again_once_they_are_written() -> None:
-    state = {name: torch.zeros(10) for name in ("master", "exp_avg", "exp_avg_sq")}
-    shards: Any = [SimpleNamespace(index=i, resident=i == 0, upper=None, **state) for i in range(3)]
-    snapshot = Snapshot(shards, 120)
-
-    def read(index: int, _: ShardState) -> None:
+    def protect_next(index: int, _: ShardState) -> None:
         if index == 1:
-            snapshot.protect(shards[2:])  # would wait for ever for the thread that reads, were there no room
+            snapshot.protect(three[2:])  # would wait for ever for the thread that reads, were there no room
 
-    snapshot.read_all(read)
+    snapshot.read_all(protect_next)
     assert snapshot.largest_extra == 120
 
 
 @compat("saved in the background while training goes on", "single", "stand_in")
-@pytest.mark.parametrize("master", ["fp32", "split"])
-@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize(("mode", "master"), [("always", "split"), ("never", "fp32")])
 def test_training_goes_on_while_a_checkpoint_is_written(
     mode: str, master: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,23 +209,18 @@ def test_a_frozen_parameter_written_meanwhile_is_an_error(tmp_path: Path, monkey
     run.optimizer.close()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_leaves_the_checkpoint_before(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A quota that is used up is one too."""
-    reason = os.strerror(number)
+    number, reason = errno.EDQUOT, os.strerror(errno.EDQUOT)
     run = Run(0, torch.float32)
     run.steps(range(2))
     checkpoints.save(tmp_path / "step-2", run.model, run.optimizer, extra=run.extra())
     before = run.everything()
     run.steps(range(2, 3))
-
-    def full(*_: Any) -> int:
-        raise OSError(number, reason)
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
+        patch.setattr(os, "pwrite", mock.Mock(side_effect=OSError(number, reason)))
         words = rf"step-3: not saved \({reason}; [\d,]+ bytes were to be written, [\d,]+ bytes are free"
         with pytest.raises(DiskError, match=words + ".* free some space .* or save to another place") as caught:
             checkpoints.save(tmp_path / "step-3", run.model, run.optimizer)
@@ -256,53 +235,25 @@ def test_a_full_disk_leaves_the_checkpoint_before(
         assert re.search(f"saving .*step-3 in the background failed: .*{reason}", caplog.text)
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
     other = Run(3, torch.float32)
-    found = checkpoints.latest(tmp_path)
-    assert found is not None
-    other.resume(found)
+    other.resume(tmp_path / "step-2")
     assert_same(other.everything(), before)
     for one in (run, other):
         one.optimizer.close()
 
 
-def test_a_limit_of_the_system_on_the_size_of_files(tmp_path: Path) -> None:
-    run = Run(0, torch.float32)
-    run.steps(range(1))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
-    try:
-        with pytest.raises(DiskError, match=r"step-1: not saved .*free some space") as caught:
-            checkpoints.save(tmp_path / "step-1", run.model, run.optimizer)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert caught.value.errno == errno.EFBIG
-    assert list(tmp_path.iterdir()) == []
-    run.steps(range(1, 2))
-    checkpoints.save(tmp_path / "step-2", run.model, run.optimizer)
-    assert checkpoints.latest(tmp_path) == tmp_path / "step-2"
-    run.optimizer.close()
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "error"),
-    [
-        (threading.Thread, "start", RuntimeError("can't start new thread")),
-        (Snapshot, "__init__", MemoryError("a copy of state on the accelerator")),
-    ],
-)
-def test_what_cannot_be_started_leaves_nothing_to_wait_for(
-    owner: type, name: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_started_leaves_nothing_to_wait_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(0, torch.float32)
     run.steps(range(2))
-
-    def refuse(*_: Any) -> None:
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, refuse)
-        with pytest.raises(type(error), match=str(error)):
-            checkpoints.save_in_background(tmp_path / "step-2", run.model, run.optimizer, memory=0)
-    assert list(tmp_path.iterdir()) == []
+    refused: list[tuple[type, str, Exception]] = [
+        (threading.Thread, "start", RuntimeError("can't start new thread")),
+        (Snapshot, "__init__", MemoryError("a copy of state on the accelerator")),
+    ]
+    for owner, name, error in refused:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, mock.Mock(side_effect=error))
+            with pytest.raises(type(error), match=str(error)):
+                checkpoints.save_in_background(tmp_path / "step-2", run.model, run.optimizer, memory=0)
+        assert list(tmp_path.iterdir()) == []
     run.steps(range(2, 4))
     run.optimizer.close()
 
@@ -330,29 +281,3 @@ def test_checkpoints_fit_torchs_own_adamw(first: str, tmp_path: Path) -> None:
     for one in (optimizer, resumed):
         if isinstance(one, AdamW):
             one.close()
-
-
-def test_weights_alone(tmp_path: Path) -> None:
-    saved = save_two_steps(tmp_path)
-    model = Tied(7).bfloat16()
-    checkpoints.load(saved, model)
-    run = Run(3, torch.bfloat16)
-    run.resume(saved)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), run.model.parameters(), strict=True))
-    run.optimizer.close()
-
-
-def test_a_loaded_state_must_be_finite(tmp_path: Path) -> None:
-    model = model_of()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer, range(2))  # type: ignore[arg-type]
-    first = next(iter(model.parameters()))
-    optimizer.state[first]["exp_avg"].fill_(math.nan)
-    checkpoints.save(tmp_path / "a", model, optimizer)
-    other = model_of(seed=3)
-    with AdamW(other.parameters(), threads=1) as ours:
-        before = ours.state_digests()
-        with pytest.raises(ArgumentError, match="NaN or infinite"):
-            checkpoints.load(tmp_path / "a", other, ours)
-        assert ours.state_digests() == before
-        batch(other, 0)

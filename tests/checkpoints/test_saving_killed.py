@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import random
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,36 +105,18 @@ def check_what_is_left(root: Path) -> int:
 @only_over_stand_in(background=False)
 @pytest.mark.parametrize("background", [False, True])
 def test_killed_at_every_call_to_the_system(background: bool, link_below: str, tmp_path: Path) -> None:
-    """Some hundred of them write a checkpoint; those killed are spread over the first ones."""
-    newest = []
+    """Some hundred of them write a checkpoint, each in its turn the last in test_saving_crashes.py. Here a process of
+    its own trains on, and ends at its first one or between later checkpoints."""
     children = []
-    for kill_at in range(2, 420, 38 if link_below == "host" and not background else 52):
+    for kill_at in (2, 210, 418):
         root = tmp_path / str(kill_at)
         root.mkdir()
         children.append((root, start(root, 4, kill_at, background, link_below)))
-        if len(children) == 3:
-            newest += [ended(*child) for child in children]
-            children.clear()
-    newest += [ended(*child) for child in children]
-    assert min(newest) == 0 and max(newest) >= 2  # before the first checkpoint, and between later ones
+    newest = [ended(*child) for child in children]
+    assert newest[0] == 0 and max(newest) >= 2
 
 
 def ended(root: Path, process: Any) -> int:
-    process.join(120)
+    process.join(240)
     assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
     return check_what_is_left(root)
-
-
-def test_killed_at_random_moments(tmp_path: Path) -> None:
-    moments = random.Random(5)
-    for trial in range(4):
-        root = tmp_path / str(trial)
-        root.mkdir()
-        process = start(root, 400, None, bool(trial % 2))
-        deadline = time.monotonic() + 60
-        while not (root / "digests-4").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(moments.uniform(0.0, 0.3))
-        os.kill(process.pid, signal.SIGKILL)
-        process.join(60)
-        assert check_what_is_left(root) >= 2

@@ -17,7 +17,6 @@ from superoffload import AdamW, checkpoints
 from tests.support.compatibility import compat
 from tests.support.meshes import LAYOUTS, laid_out, loss_of, options_of, rows, whole, whole_model
 from tests.support.rank_processes import on_ranks
-from tests.support.turns import in_turn
 
 Contents = dict[str, Tensor]
 FROZEN = "blocks.0.up.weight"  # frozen, so that a DTensor without state is saved too
@@ -93,18 +92,18 @@ def load_alone(folder: str) -> Contents:
         return everything(model, optimizer)
 
 
-DENSE = ["tp2", "tp4", "fsdp2 x tp2", "fsdp4 x tp1", "hsdp2x1 x tp2"]
+DENSE = ["fsdp2 x tp2", "tp4", "hsdp2x1 x tp2"]
 
 
 @compat("save, kill, resume: the same losses and bits as a run never stopped", "mesh")
 @compat("saved by some ranks, loaded by another number of them", "mesh")
-@pytest.mark.parametrize("first", in_turn(DENSE, every_time=["fsdp2 x tp2"]))
+@pytest.mark.parametrize("first", ["fsdp2 x tp2", "tp4"])
 def test_any_layout_loads_what_any_other_saved(first: str, tmp_path: Path) -> None:
     results = on_ranks(LAYOUTS[first].ranks, save, first, str(tmp_path), first == "tp4")
     saved, later = results[0]
     for other, _ in results:
         assert_equal(other, saved)
-    for then in DENSE:
+    for then in DENSE if first == DENSE[0] else DENSE[:2]:
         for loaded, after in on_ranks(LAYOUTS[then].ranks, load, then, str(tmp_path)):
             assert_equal(loaded, saved)
             if then == first:
@@ -112,22 +111,17 @@ def test_any_layout_loads_what_any_other_saved(first: str, tmp_path: Path) -> No
     assert_equal(load_alone(str(tmp_path)), saved)
 
 
-def experts(first: str, then: str, folder: str, saves: bool) -> Contents:
-    name = first if saves else then
+def experts(name: str, folder: str, saves: bool) -> Contents:
     model, part = laid_out(LAYOUTS[name], seed=0 if saves else 7), rows(LAYOUTS[name], dist.get_rank())
     with AdamW(model.parameters(), **options_of(model, {})) as optimizer:
         step(model, optimizer, 0, part)
-        if saves:
-            checkpoints.save(f"{folder}/ours", model, optimizer)
-        else:
-            checkpoints.load(f"{folder}/ours", model, optimizer)
+        (checkpoints.save if saves else checkpoints.load)(folder, model, optimizer)
         return everything(model, optimizer)
 
 
-@pytest.mark.parametrize(("first", "then"), [("ep2", "fsdp2 x ep2"), ("fsdp2 x ep2", "ep2")])
-def test_experts_move_between_meshes(first: str, then: str, tmp_path: Path) -> None:
-    saved, *_ = on_ranks(LAYOUTS[first].ranks, experts, first, then, str(tmp_path), True)
-    for loaded in on_ranks(LAYOUTS[then].ranks, experts, first, then, str(tmp_path), False):
+def test_experts_move_between_meshes(tmp_path: Path) -> None:
+    saved, *_ = on_ranks(2, experts, "ep2", str(tmp_path / "a"), True)
+    for loaded in on_ranks(4, experts, "fsdp2 x ep2", str(tmp_path / "a"), False):
         assert_equal(loaded, saved)
 
 
@@ -158,13 +152,13 @@ def load_by_torch(name: str, folder: str) -> Contents:
 
 @compat("torch.distributed.checkpoint, with another number of ranks", "mesh")
 @compat("the model exported as safetensors for from_pretrained", "mesh")
-@pytest.mark.parametrize("first", ["fsdp2 x tp2", "tp2"])
-def test_torch_saves_and_loads_them_too(first: str, tmp_path: Path) -> None:
+def test_torch_saves_and_loads_them_too(tmp_path: Path) -> None:
+    first = "fsdp2 x tp2"
     saved, *_ = on_ranks(LAYOUTS[first].ranks, save_by_torch, first, str(tmp_path))
     exported = load_file(tmp_path / "masters" / "model.safetensors")
     for key, value in exported.items():
         assert torch.equal(value.double(), saved.get(f"master {key}", saved[key]))
     assert set(exported) == {key for key in saved if " " not in key}
-    for then in ("tp2", "fsdp4 x tp1", "fsdp2 x tp2"):
+    for then in ("tp2 sp", "fsdp4 x tp1"):
         for loaded in on_ranks(LAYOUTS[then].ranks, load_by_torch, then, str(tmp_path)):
             assert_equal(loaded, saved)

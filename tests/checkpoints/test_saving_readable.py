@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from superoffload import AdamW, checkpoints
+from superoffload import checkpoints
 from superoffload.checkpoints import folder as folders
 from superoffload.checkpoints import writing
 from superoffload.errors import ArgumentError, DiskError, StateError
 from tests.support.adamw_training import batch, model_of
-
-
-@pytest.fixture(scope="module")
-def saver() -> Iterator[tuple[Any, AdamW]]:
-    model = model_of(seed=8)
-    with AdamW(model.parameters(), threads=1) as optimizer:
-        yield model, optimizer
 
 
 def fail_folders(monkeypatch: pytest.MonkeyPatch, error: int) -> None:
@@ -40,24 +31,24 @@ def fail_folders(monkeypatch: pytest.MonkeyPatch, error: int) -> None:
     monkeypatch.setattr(os, call, failing)
 
 
-@pytest.mark.parametrize("error", ["EINVAL", "ENOTSUP", "EOPNOTSUPP", "EBADF", "EACCES"])
+@pytest.mark.parametrize("error", ["EINVAL", "EBADF", "EACCES"])
 def test_file_systems_that_cannot_sync_folders(
-    error: str, tmp_path: Path, saver: Any, monkeypatch: pytest.MonkeyPatch
+    error: str, tmp_path: Path, reader: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_folders(monkeypatch, getattr(errno, error))
     for step in (1, 2):
-        checkpoints.save(tmp_path / "new" / f"step-{step}", *saver, keep=1)
-    checkpoints.export_weights(tmp_path / "also" / "weights", *saver)
+        checkpoints.save(tmp_path / "new" / f"step-{step}", *reader, keep=1)
+    checkpoints.export_weights(tmp_path / "also" / "weights", *reader)
     assert checkpoints.latest(tmp_path / "new") == tmp_path / "new" / "step-2"
-    checkpoints.load(tmp_path / "new" / "step-2", *saver)
+    checkpoints.load(tmp_path / "new" / "step-2", *reader)
 
 
 def test_a_disk_that_fails_to_sync_a_folder_is_an_error(
-    tmp_path: Path, saver: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reader: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_folders(monkeypatch, errno.EIO)
     with pytest.raises(DiskError, match="not saved"):
-        checkpoints.save(tmp_path / "step-1", *saver)
+        checkpoints.save(tmp_path / "step-1", *reader)
 
 
 def test_state_that_has_no_place_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -72,32 +63,27 @@ def test_state_that_has_no_place_in_a_checkpoint_is_refused(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["before"]
 
 
-def test_what_load_would_refuse_is_not_saved(tmp_path: Path, saver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints.save(tmp_path / "step-1", *saver)
+def test_what_load_would_refuse_is_not_saved(tmp_path: Path, reader: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.save(tmp_path / "step-1", *reader)
     size = (tmp_path / "step-1" / "manifest.json").stat().st_size
     with monkeypatch.context() as patch:
         for module in (folders, writing):
             patch.setattr(module, "LARGEST_MANIFEST", size - 1)
         with pytest.raises(StateError, match=rf"step-2: not saved, since load\(\) would refuse it .*{size:,} bytes"):
-            checkpoints.save(tmp_path / "step-2", *saver, keep=1)
+            checkpoints.save(tmp_path / "step-2", *reader, keep=1)
     with monkeypatch.context() as patch:
         patch.setattr("superoffload.checkpoints.part_files._sha256", lambda data: "no digest")
         with pytest.raises(StateError, match=r"step-2: not saved, since load\(\) would refuse it .*SHA-256"):
-            checkpoints.save(tmp_path / "step-2", *saver, keep=1)
+            checkpoints.save(tmp_path / "step-2", *reader, keep=1)
     assert os.listdir(tmp_path) == ["step-1"]
 
 
-def test_a_manifest_is_compact(tmp_path: Path, saver: Any) -> None:
-    text = (checkpoints.save(tmp_path / "step-1", *saver) / "manifest.json").read_text()
-    assert text == json.dumps(json.loads(text), separators=(",", ":"))
-
-
-def test_keep_says_when_it_removed_nothing(tmp_path: Path, saver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints.save(tmp_path / "step-1", *saver)
+def test_keep_says_when_it_removed_nothing(tmp_path: Path, reader: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.save(tmp_path / "step-1", *reader)
     with monkeypatch.context() as patch:
         patch.setattr(writing, "finished", lambda root: folders.finished(root)[:1])
         with pytest.raises(StateError, match=r"step-2: not whole when it was read back .keep=1 does not find it"):
-            checkpoints.save(tmp_path / "step-2", *saver, keep=1)
+            checkpoints.save(tmp_path / "step-2", *reader, keep=1)
 
     def unreadable(path: Path) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -105,6 +91,6 @@ def test_keep_says_when_it_removed_nothing(tmp_path: Path, saver: Any, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(Path, "iterdir", unreadable)
         with pytest.raises(DiskError, match=r"step-3 is saved, but keep=1 could not look for older ones \(Permission"):
-            checkpoints.save(tmp_path / "step-3", *saver, keep=1)
+            checkpoints.save(tmp_path / "step-3", *reader, keep=1)
         assert checkpoints.latest(tmp_path) is None
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2", "step-3"]

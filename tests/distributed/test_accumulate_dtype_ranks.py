@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -15,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from superoffload import AdamW
 from superoffload.integrations.fsdp2 import keep_reduced_gradients
 from superoffload.optimizer.packed_gradient import packed_in
-from tests.support.adamw_training import batch, model_of
+from tests.support.adamw_training import model_of
 from tests.support.compatibility import compat
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
-from tests.support.fp32_gradients import declared, needs_grad_dtype
+from tests.support.fp32_gradients import needs_grad_dtype
 from tests.support.layouts import layouts
 from tests.support.link_runs import LATE
 from tests.support.micro_batches import ROW
@@ -33,7 +34,6 @@ from tests.support.rank_processes import (
     optimizer_of,
     shard,
     tokens_of,
-    wholes_of,
 )
 
 MICROS = 4
@@ -58,16 +58,13 @@ def trained_of(model: nn.Module) -> list[Tensor]:
 
 def expected_gradients(*, synced: bool) -> list[Tensor]:
     """Of the first window: what each rank's micro-batches give in bf16, added by torch in fp32."""
-    found: list[list[list[Tensor]]] = []  # of each rank, of each micro-batch
-    for rank in range(2):
-        found.append([])
-        for micro in range(MICROS):
-            model = net(torch.bfloat16)
-            model.loss(tokens_of(micro, rank)).backward()
-            found[-1].append([p.grad.float() for p in trained_of(model) if p.grad is not None])
+    found: list[list[list[Tensor]]] = [[], []]  # of each rank, of each micro-batch
+    for rank, micro in itertools.product(range(2), range(MICROS)):
+        model = net(torch.bfloat16)
+        model.loss(tokens_of(micro, rank)).backward()
+        found[rank].append([p.grad.float() for p in trained_of(model) if p.grad is not None])
     zero, sums = torch.zeros(()), []
-    for index in range(len(found[0][0])):
-        first, second = ([micro[index] for micro in micros] for micros in found)
+    for first, second in zip(*(zip(*micros, strict=True) for micros in found), strict=True):
         if synced:
             sums.append(sum(((a + b) / 2 for a, b in zip(first, second, strict=True)), zero))
         else:
@@ -122,14 +119,10 @@ def trained_in_rank(synced: bool, kept: bool, mode: str) -> tuple[dict[str, str]
 @needs_grad_dtype
 @pytest.mark.parametrize("synced", [True, False])
 def test_speculation_changes_nothing(synced: bool) -> None:
-    digests = []
-    for kept in (False, True):
-        always = on_ranks(2, trained_in_rank, synced, kept, "always")
-        never = on_ranks(2, trained_in_rank, synced, kept, "never")
-        assert [one[0] for one in always] == [one[0] for one in never]
-        assert all(one[1] > 0 for one in always)
-        digests.append([one[0] for one in never])
-    assert digests[0] == digests[1]
+    always = on_ranks(2, trained_in_rank, synced, synced, "always")
+    never = on_ranks(2, trained_in_rank, synced, not synced, "never")
+    assert [one[0] for one in always] == [one[0] for one in never]
+    assert all(one[1] > 0 for one in always)
 
 
 @layouts(ROW, columns=("mesh", "stages"))
@@ -166,44 +159,34 @@ def test_sharded_gradients_that_were_freed(request: pytest.FixtureRequest) -> No
     assert all(one[1] == 0 for one in expected) and all(one[1] > 0 for one in found)
 
 
-def put_back_in_rank() -> tuple[set[Any], set[Any], bool]:
-    """The dtypes of gradients while it is open and behind it; whether they are torch's own then."""
+def held_twice_in_rank() -> tuple[list[set[Any]], bool]:
+    """The dtypes of gradients with a second optimizer of the same group, behind the first, and behind both. Whether
+    they are torch's own then, also in a model that was never trained with it."""
     model, plain, unused = sharded_net(), sharded_net(), sharded_net()
-    with optimizer_of(model, **ASKED), optimizer_of(unused, **ASKED):
-        window(model, 0, synced=True)
-        during = {param.grad.dtype for param in model.parameters() if param.grad is not None}
-    model.zero_grad()
-    for one in (model, plain, unused):
-        window(one, 0, synced=True)
-    behind = {param.grad.dtype for one in (model, unused) for param in one.parameters() if param.grad is not None}
-    expected = whole_gradients(plain)
-    return during, behind, all(same(whole_gradients(one), expected) for one in (model, unused))
+    first, found = ExitStack(), []
 
-
-@needs_grad_dtype
-def test_what_fsdp2_was_told_is_taken_back() -> None:
-    assert on_ranks(2, put_back_in_rank) == [({torch.float32}, {torch.bfloat16}, True)] * 2
-
-
-def held_twice_in_rank() -> list[set[Any]]:
-    """The dtypes of gradients with a second optimizer of the same group, behind the first, and behind both."""
-    model, found = sharded_net(), []
-    first = ExitStack()
-    first.enter_context(optimizer_of(model, **ASKED))
-    with optimizer_of(model, **ASKED) as second:
-        first.close()
+    def note_dtypes() -> None:
         window(model, 0, synced=True)
         found.append({param.grad.dtype for param in model.parameters() if param.grad is not None})
+
+    first.enter_context(optimizer_of(model, **ASKED))
+    with optimizer_of(model, **ASKED) as second, optimizer_of(unused, **ASKED):
+        first.close()
+        note_dtypes()
         second.step()
         second.zero_grad()
-    window(model, 0, synced=True)
-    found.append({param.grad.dtype for param in model.parameters() if param.grad is not None})
-    return found
+    for one in (model, plain, unused):
+        one.load_state_dict(plain.state_dict())
+    note_dtypes()
+    for one in (plain, unused):
+        window(one, 0, synced=True)
+    expected = whole_gradients(plain)
+    return found, all(same(whole_gradients(one), expected) for one in (model, unused))
 
 
 @needs_grad_dtype
-def test_two_optimizers_of_one_group() -> None:
-    assert on_ranks(2, held_twice_in_rank) == [[{torch.float32}, {torch.bfloat16}]] * 2
+def test_the_last_optimizer_takes_back_what_fsdp2_was_told() -> None:
+    assert on_ranks(2, held_twice_in_rank) == [([{torch.float32}, {torch.bfloat16}], True)] * 2
 
 
 def sharded_later_in_rank(named: bool) -> str | bool:
@@ -242,78 +225,23 @@ def refused_in_rank() -> list[str]:
         assert {param.grad_dtype for param in params.parameters()} == {torch.bfloat16}
     with AdamW(behind.parameters(), threads=1, **ASKED):
         errors.append(error_of(lambda: behind(torch.ones(2, 16).bfloat16()).sum().backward()))
+    mine = model_of(torch.bfloat16)
+    with AdamW(mine.parameters(), threads=1, rank_timeout=60.0, **(ASKED if dist.get_rank() == 0 else {})) as optimizer:
+        for param in mine.parameters():
+            param.grad = torch.ones_like(param, dtype=param.grad_dtype)
+        errors.append(error_of(optimizer.step))
+    AdamW(shard(net(torch.float32), flat_mesh()).parameters(), **ASKED).close()  # fp32 parameters need no model=
     return errors
 
 
 @needs_grad_dtype
 def test_what_cannot_be_served_is_refused() -> None:
     """DDP that we do not know of says so itself: docs/troubleshooting.md."""
-    for plain, rounded, unnamed, replica, behind in on_ranks(2, refused_in_rank):
+    for plain, rounded, unnamed, replica, behind, one_rank in on_ranks(2, refused_in_rank):
         assert "reduce_dtype=None: gradients would be rounded" in plain
         assert "reduce_dtype=torch.bfloat16: gradients would be rounded" in rounded
         assert "is a DTensor" in unnamed and "pass model=" in unnamed
         assert "is reduced by DistributedDataParallel" in replica
         assert all(error.startswith("ArgumentError: accumulate_dtype='fp32'") for error in (plain, unnamed, replica))
         assert "Expected BFloat16, got Float" in behind
-
-
-def of_one_rank_only() -> str:
-    model = model_of(torch.bfloat16)
-    options = ASKED if dist.get_rank() == 0 else {}
-    with AdamW(model.parameters(), threads=1, rank_timeout=20.0, **options) as optimizer:
-        for param in model.parameters():
-            param.grad = torch.ones_like(param, dtype=param.grad_dtype)
-        return error_of(optimizer.step)
-
-
-@needs_grad_dtype
-def test_ranks_that_do_not_agree_are_told() -> None:
-    for error in on_ranks(2, of_one_rank_only):
-        assert error.startswith("RankError") and "accumulate_dtype" in error
-
-
-def served_in_rank() -> list[float]:
-    """fp32 parameters, which nothing needs to be said of."""
-    counts = []
-    for model in (shard(net(torch.float32), flat_mesh()), nn.parallel.DistributedDataParallel(net(torch.float32))):
-        with optimizer_of(model, **ASKED) as optimizer:
-            loss: Any = model.loss if isinstance(model, Net) else model.module.loss
-            loss(tokens_of(0, dist.get_rank())).backward()
-            if not isinstance(model, Net):
-                for param in model.parameters():
-                    if param.grad is not None:
-                        dist.all_reduce(param.grad)
-            optimizer.step()
-            counts.append(optimizer.stats()["steps"])
-    return counts
-
-
-def test_fp32_parameters_need_nothing() -> None:
-    assert on_ranks(2, served_in_rank) == [[1, 1]] * 2
-
-
-def reduced_by_hand(mode: str | None, replicated: str) -> list[Tensor]:
-    """In a rank; ``mode`` None: the reference, with sums that torch makes in fp32."""
-    model = model_of(torch.bfloat16)
-    if mode is None:
-        declared(model)
-    options = {"lr": 1e-2, "threads": 1, "replicated": replicated, **({} if mode is None else ASKED)}
-    with AdamW(model.parameters(), speculation=mode or "never", **options) as optimizer:
-        for step in range(3):
-            optimizer.zero_grad()
-            for micro in range(3):
-                batch(model, 100 * step + 10 * micro + dist.get_rank()).backward()
-            for param in model.parameters():
-                assert param.grad is not None and param.grad.dtype is torch.float32
-                dist.all_reduce(param.grad)
-            optimizer.step()
-        return wholes_of(model)
-
-
-@needs_grad_dtype
-@pytest.mark.parametrize("replicated", ["replicate", "shard"])
-def test_gradients_that_are_reduced_by_hand(replicated: str) -> None:
-    (expected, _) = on_ranks(2, reduced_by_hand, None, replicated)
-    for mode in ("always", "never"):
-        for found in on_ranks(2, reduced_by_hand, mode, replicated):
-            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert one_rank.startswith("RankError") and "accumulate_dtype" in one_rank

@@ -9,23 +9,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW
 from superoffload.integrations.fsdp2 import keep_reduced_gradients
 from tests.support.adamw_training import model_of
 from tests.support.fp32_gradients import add_to_main_grad, by_kernels, needs_grad_dtype, parameters_of, precise_loss
 from tests.support.fsdp2_cases import STEPS, Case, build, train
-from tests.support.rank_processes import BF16, error_of, flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
+from tests.support.rank_processes import (
+    BF16,
+    error_of,
+    flat_mesh,
+    net,
+    on_ranks,
+    optimizer_of,
+    shard,
+    tokens_of,
+    whole,
+)
 
 
-def sharded(case: Case, keep: bool) -> dict[str, Any]:
+def sharded(case: Case) -> dict[str, Any]:
     """In a rank: both modes, with the gradients of the last step."""
     found: dict[str, Any] = {}
     for mode in ("always", "never"):
         model = build(case)
-        if keep:
-            keep_reduced_gradients(model)
+        keep_reduced_gradients(model)
         with optimizer_of(model, speculation=mode) as optimizer:
             losses = train(model, optimizer, case, dist.get_rank(), dist.get_world_size())
             found[mode] = (optimizer.state_digests(), losses)
@@ -36,18 +44,18 @@ def sharded(case: Case, keep: bool) -> dict[str, Any]:
 
 
 CASES = {
-    "one backward": (2, Case(dtype=torch.bfloat16, policy=BF16)),
-    "micro-batches": (2, Case(dtype=torch.bfloat16, policy=BF16, micro_batches=2)),
-    "tied, on the meta device": (2, Case(dtype=torch.bfloat16, policy=BF16, tied=True, meta=True)),
+    "micro-batches, tied, on the meta device": (
+        2, Case(dtype=torch.bfloat16, policy=BF16, micro_batches=2, tied=True, meta=True)
+    ),
     "replicas": (4, Case(dtype=torch.bfloat16, policy=BF16, replicas=True)),
-}
+}  # fmt: skip
 
 
 @needs_grad_dtype
 @pytest.mark.parametrize("name", CASES)
 def test_speculation_changes_nothing(name: str) -> None:
     count, case = CASES[name]
-    for result in on_ranks(count, sharded, case, True):
+    for result in on_ranks(count, sharded, case):
         assert result["always"] == result["never"]
         assert result["dtypes"] == result["packed"] == {torch.float32}
         stats = result["always stats"]
@@ -56,55 +64,35 @@ def test_speculation_changes_nothing(name: str) -> None:
         assert result["never stats"]["buckets_speculated"] == 0
 
 
-def test_without_it_torch_rounds_them() -> None:
-    """What docs/ranks.md says of torch. Where a newer one keeps them in fp32, they are taken so."""
-    for result in on_ranks(2, sharded, Case(dtype=torch.bfloat16, policy=BF16), False):
-        assert result["always"] == result["never"]
-        assert result["dtypes"] == result["packed"] == {torch.bfloat16}
-
-
-def reduced_twice() -> tuple[bool, bool]:
-    """In a rank: whether gradients are the mean of the ranks' in fp32 to the bit, and two of them the sum."""
+def reduced_twice() -> tuple[bool, bool, list[str]]:
+    """In a rank: whether gradients are the mean of the ranks' in fp32 to the bit, and two of them the sum. Also what
+    models without such gradients are told."""
     rows = [tokens_of(0, rank) for rank in range(2)]
     parts = []
     for tokens in rows:
         model = net(torch.bfloat16)
         model.loss(tokens).backward()
-        parts.append([None if p.grad is None else p.grad.float() for p in model.parameters()])
-    means = [None if a is None or b is None else (a + b) / 2 for a, b in zip(*parts, strict=True)]
+        parts.append([p.grad.float() for p in model.parameters() if p.grad is not None])
+    means = [(a + b) / 2 for a, b in zip(*parts, strict=True)]
     model = shard(net(torch.bfloat16), flat_mesh(), BF16)
     keep_reduced_gradients(model)
     once = []
     with optimizer_of(model) as optimizer:
         for times in (1, 2):
             model.loss(rows[dist.get_rank()]).backward()
-            grads = [None if p.grad is None else _whole(p.grad) for p in model.parameters()]
-            pairs = zip(grads, means, strict=True)
-            once.append(all(g is None or (m is not None and torch.equal(g, times * m)) for g, m in pairs))
+            grads = [whole(p.grad) for p in model.parameters() if p.grad is not None]
+            once.append(all(torch.equal(g, times * m) for g, m in zip(grads, means, strict=True)))
         optimizer.step()
-    return once[0], once[1]
-
-
-def _whole(grad: Tensor) -> Tensor:
-    assert isinstance(grad, DTensor)
-    whole: Tensor = grad.full_tensor()
-    return whole
+    plain = shard(net(torch.bfloat16), flat_mesh())
+    errors = [error_of(partial(keep_reduced_gradients, model)) for model in (nn.Linear(2, 2), plain)]
+    return once[0], once[1], errors
 
 
 @needs_grad_dtype
 def test_they_are_the_sums_that_the_reduction_made() -> None:
-    assert on_ranks(2, reduced_twice) == [(True, True)] * 2
-
-
-def refused() -> list[str]:
-    plain = shard(net(torch.bfloat16), flat_mesh())
-    return [error_of(partial(keep_reduced_gradients, model)) for model in (nn.Linear(2, 2), plain)]
-
-
-@needs_grad_dtype
-def test_models_without_such_gradients_are_refused() -> None:
-    for unsharded, unreduced in on_ranks(2, refused):
-        assert unsharded == "ArgumentError: model: Linear, of which nothing is sharded; call fully_shard before this"
+    for once, twice, (unsharded, unreduced) in on_ranks(2, reduced_twice):
+        assert once and twice
+        assert unsharded.startswith("ArgumentError: model: Linear, of which nothing is sharded")
         assert "without MixedPrecisionPolicy(reduce_dtype=torch.float32)" in unreduced
 
 
@@ -132,14 +120,12 @@ def reduced_by_hand(mode: str, replicated: str) -> tuple[dict[str, str], list[Te
         return optimizer.state_digests(), weights, optimizer.stats()["buckets_speculated"]
 
 
-@pytest.mark.parametrize("replicated", ["replicate", "shard"])
-def test_main_grad_that_is_reduced_by_hand(replicated: str) -> None:
+@pytest.mark.parametrize(("replicated", "mode"), [("replicate", "always"), ("shard", "never")])
+def test_main_grad_that_is_reduced_by_hand(replicated: str, mode: str) -> None:
     _, expected, _ = reduced_by_hand("never", "replicate")
-    for mode in ("always", "never"):
-        found = on_ranks(2, reduced_by_hand, mode, replicated)
-        for _, weights, speculated in found:
-            assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
-            assert speculated == 0, "nothing says during backward that it is reduced"
+    for _, weights, speculated in on_ranks(2, reduced_by_hand, mode, replicated):
+        assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
+        assert speculated == 0, "nothing says during backward that it is reduced"
 
 
 def reduced_by_ddp(with_main_grad: bool) -> tuple[list[Tensor], float]:

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW
 from superoffload.errors import ArgumentError
-from tests.support.adamw_training import assert_worker_threads, worker_threads
-from tests.support.rank_processes import Net, loss_of, net, on_ranks, optimizer_of
+from tests.support.rank_processes import Net, error_of, loss_of, net, on_ranks, optimizer_of
 
 STEPS = 6
 CLIPPED, POISONED, EDITED, TWICE = 1, 2, 3, 4
@@ -79,11 +79,10 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "hand"])
 @pytest.mark.parametrize(
-    ("dtype", "master"),
-    [(torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")],
-    ids=["fp32", "bf16", "split"],
+    ("kind", "dtype", "master"),
+    [("ddp", torch.float32, "fp32"), ("ddp", torch.bfloat16, "split"), ("hand", torch.bfloat16, "fp32")],
+    ids=["ddp, fp32", "ddp, split", "by hand, bf16"],
 )
 def test_replicated_and_spread_state_have_the_same_bits(kind: str, dtype: torch.dtype, master: str) -> None:
     view = dtype is torch.float32
@@ -133,9 +132,8 @@ def reload(count_first: str) -> bool:
     return same(digests[0], digests[1])
 
 
-@pytest.mark.parametrize("first", ["replicate", "shard"])
-def test_checkpoints_fit_both_ways_of_keeping_state(first: str) -> None:
-    assert on_ranks(2, reload, first) == [True, True]
+def test_checkpoints_fit_both_ways_of_keeping_state() -> None:
+    assert on_ranks(2, reload, "shard") == [True, True]
 
 
 def unreduced(replicated: str) -> str:
@@ -143,13 +141,10 @@ def unreduced(replicated: str) -> str:
     with optimizer_of(model, replicated=replicated) as optimizer:
         loss_of(model, 0).backward()
         before = [p.detach().clone() for p in model.parameters()]
-        try:
-            optimizer.step()
-        except Exception as error:
-            if replicated == "replicate":  # where state is spread, the full check finds it after the step
-                assert same(before, [p.detach() for p in model.parameters()])
-            return f"{type(error).__name__}: {error}"
-    return ""
+        error = error_of(optimizer.step)
+        if replicated == "replicate":  # where state is spread, the full check finds it after the step
+            assert same(before, [p.detach() for p in model.parameters()])
+        return error
 
 
 @pytest.mark.parametrize("replicated", ["replicate", "shard"])
@@ -157,22 +152,6 @@ def test_gradients_that_nobody_reduced_are_refused_on_every_rank(replicated: str
     for message in on_ranks(2, unreduced, replicated):
         assert message.startswith("RankError") and "rank 1: embedding.weight: its gradient differs" in message
         assert "must be reduced over the ranks before step()" in message
-
-
-def on_its_own() -> float:
-    """replicated="local": ranks train different models and do not meet."""
-    model = net(torch.float32, seed=dist.get_rank())
-    with optimizer_of(model, replicated="local", max_grad_norm=None) as optimizer:
-        for step in range(1 + dist.get_rank()):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
-        return optimizer.stats()["buckets_speculated"]
-
-
-def test_local_parameters_have_nothing_to_do_with_other_ranks() -> None:
-    first, second = on_ranks(2, on_its_own)
-    assert second == 2 * first > 0
 
 
 def warnings_of(**options: Any) -> list[str]:
@@ -202,20 +181,6 @@ def whose_norms() -> list[list[str]]:
     ]
 
 
-def closed_by_a_warning() -> bool:
-    """Where warnings are errors, the constructor raises: whether its worker threads have ended by then."""
-    before = worker_threads()
-    with warnings.catch_warnings(), pytest.raises(RuntimeWarning, match="max_grad_norm") as caught:
-        warnings.simplefilter("error")
-        AdamW([nn.Parameter(torch.ones(4))], threads=1, replicated="local", max_grad_norm=1.0)
-    assert_worker_threads(set(before))
-    return caught.tb is not None
-
-
-def test_a_warning_that_is_an_error_leaves_no_optimizer() -> None:
-    assert on_ranks(2, closed_by_a_warning) == [True, True]
-
-
 def test_clipping_by_the_norm_of_some_ranks_is_said_once() -> None:
     first, second, third = on_ranks(3, whose_norms)
     of_the_group = "max_grad_norm=1 clips by the norm of the gradients on rank 0, 1 alone (2 of 3)"
@@ -229,25 +194,9 @@ def test_clipping_by_the_norm_of_some_ranks_is_said_once() -> None:
     assert third[4][0].startswith("set: ")
 
 
-def two_hooks() -> str:
-    model = DistributedDataParallel(net(torch.float32))
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    model.register_comm_hook(None, allreduce_hook)
-    try:
-        with optimizer_of(model):
-            return ""
-    except ArgumentError as error:
-        return str(error)
-
-
-def test_a_second_communication_hook_is_refused() -> None:
-    for message in on_ranks(2, two_hooks):
-        assert "has a communication hook already" in message
-
-
-def no_sync() -> list[bool]:
-    """Micro-batches without synchronization: nothing is read before the last one has reduced."""
+def no_sync() -> tuple[bool, bool, str]:
+    """Micro-batches without synchronization: nothing is read before the last one has reduced. Then a model with
+    another communication hook."""
     results = []
     for mode in ("always", "never"):
         inner = net(torch.float32)
@@ -261,18 +210,22 @@ def no_sync() -> list[bool]:
                 optimizer.step()
             results.append(([p.detach().clone() for p in inner.parameters()], optimizer.stats()))
     (a, stats), (b, _) = results
-    return [same(a, b), stats["buckets_speculated"] > 0]
+    other = DistributedDataParallel(net(torch.float32))
+    other.register_comm_hook(None, allreduce_hook)
+    two_hooks = error_of(lambda: AdamW(other.parameters(), model=other))
+    return same(a, b), stats["buckets_speculated"] > 0, two_hooks
 
 
 def test_ddp_without_synchronization() -> None:
-    assert on_ranks(2, no_sync) == [[True, True]] * 2
+    for same_bits, speculated, two_hooks in on_ranks(2, no_sync):
+        assert same_bits and speculated
+        assert "has a communication hook already" in two_hooks
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"replicated": "copied"}, {"rank_check": {"full": 0}}, {"rank_check": "some"}, {"rank_timeout": 0.0}],
-    ids=str,
-)
-def test_bad_arguments(options: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError, match=next(iter(options))):
-        AdamW(Net().parameters(), **options)
+def test_bad_arguments() -> None:
+    given: list[dict[str, Any]] = [
+        {"replicated": "copied"}, {"rank_check": {"full": 0}}, {"rank_check": "some"}, {"rank_timeout": 0.0}
+    ]  # fmt: skip
+    for options in given:
+        with pytest.raises(ArgumentError, match=next(iter(options))):
+            AdamW(Net().parameters(), **options)
