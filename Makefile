@@ -39,7 +39,7 @@ CHECKED := checkpoints/safetensors checkpoints/saving engine/bucket_fates engine
     optimizer/delivery optimizer/delivery_readers optimizer/edited_gradients optimizer/grad_scaler \
     optimizer/hyper_parameters optimizer/masters optimizer/metrics optimizer/parameter_writes \
     optimizer/second_backward optimizer/timeline optimizer/unknown_arguments optimizer/unusual_parameters \
-    project/docs project/packaging project/public_names project/readme tools/plan tools/plan_inputs tools/verify \
+    project/docs project/packaging project/public_names tools/plan tools/plan_inputs tools/verify \
     tools/command_line tools/doctor
 TARGETS := demo test check docs build lint types format native-test clang-test sanitize-addresses sanitize-threads \
     sanitize arm-test arm-python-test old-cpu-test grace cuda-kernels old-deepspeed-test benchmarks-test \

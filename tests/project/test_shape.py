@@ -16,15 +16,15 @@ PACKAGE = Path(superoffload.__file__).resolve().parent
 FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
 # Lines and files of each folder, which may only fall.
 BUDGET = {
-    "root": (1970, 10),
+    "root": (1720, 10),
     "optimizer": (5830, 48),
     "engine": (4130, 32),
     "links": (1950, 16),
     "distributed": (2420, 19),
     "checkpoints": (2420, 15),
     "integrations": (3650, 34),
-    "host": (1110, 12),
-    "tools": (1660, 9),
+    "host": (1100, 12),
+    "tools": (1510, 9),
 }
 
 

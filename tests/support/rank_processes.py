@@ -20,34 +20,22 @@ from tests.convergence.local_ranks import LocalRanks
 from tests.convergence.tensor_parallel import parallelize
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-_pools: dict[tuple[int, int], LocalRanks] = {}
+_pools: dict[int, LocalRanks] = {}
 
 
-def pool(count: int, number: int = 0) -> LocalRanks:
-    """Ranks that tests share; made anew after a test that broke them. ``number``: of several groups of this size."""
-    key = count, number
-    if key in _pools and not all(process.is_alive() for process in _pools[key].processes):
-        _pools.pop(key).close()
-    if key not in _pools:
-        _pools[key] = LocalRanks(count, timeout=30.0)
-    return _pools[key]
+def pool(count: int) -> LocalRanks:
+    """Ranks that tests share; made anew after a test that broke them."""
+    if count in _pools and not all(process.is_alive() for process in _pools[count].processes):
+        _pools.pop(count).close()
+    if count not in _pools:
+        _pools[count] = LocalRanks(count, timeout=30.0)
+    return _pools[count]
 
 
 def close_pools() -> None:
     for ranks in _pools.values():
         ranks.close()
     _pools.clear()
-
-
-def side_by_side(count: int, function: Callable[..., Any], *calls: tuple[Any, ...]) -> list[list[Any]]:
-    """Every call on ranks of its own, at the same time: ranks wait for each other half of it. Values, call by call."""
-    groups = [pool(count, number) for number in range(len(calls))]
-    for group, args in zip(groups, calls, strict=True):
-        group.start(function, *args)
-    outcomes = [group.collect(250.0) for group in groups]
-    errors = [outcome.error for of_group in outcomes for outcome in of_group if outcome.error]
-    assert not errors, "\n".join(errors)
-    return [[outcome.value for outcome in of_group] for of_group in outcomes]
 
 
 def on_ranks(count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
