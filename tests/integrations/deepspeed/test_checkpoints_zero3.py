@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.support.compatibility import compat
-from tests.support.deepspeed.checkpoint_runs import SCENARIOS, load_and_train, make_universal, train_and_save
+from tests.support.deepspeed.checkpoint_runs import (
+    SCENARIOS,
+    load_and_train,
+    make_universal,
+    train_and_save,
+)
+from tests.support.deepspeed.lean_state import FORMS
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import WAYS, Scenario, distance
 from tests.support.deepspeed.training import end, masters
@@ -17,21 +24,34 @@ from tests.support.deepspeed.training import end, masters
 
 @compat("save, kill, resume: the same losses and bits as a run never stopped", "deepspeed")
 @compat("a checkpoint in the middle of an accumulation window: that of the last finished step", "deepspeed")
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("way", ["ours", "ours, later"])
-def test_resume_is_bit_exact(scenario: str, way: str, two_ranks: Ranks, tmp_path: Path) -> None:
-    straight = two_ranks.run(train_and_save, scenario, way, str(tmp_path), 4, 8)
-    resumed = two_ranks.run(load_and_train, scenario, way, str(tmp_path), 4, 8)
+@pytest.mark.parametrize(
+    ("scenario", "way", "form", "saved"),
+    [
+        ("bf16", "ours", "fp32", 4),
+        ("groups", "ours, later", "fp32", 4),
+        ("fp16", "ours", "fp32", 4),
+        ("bf16", "ours, later", "split", 4),
+        ("groups", "ours", "bf16", 4),
+        ("groups", "ours, later", "8bit", 4),
+        ("bf16", "ours", "8bit+split", 4),
+        ("bf16", "ours", "8bit+split", 0),
+    ],
+)
+def test_resume_is_bit_exact(scenario: str, way: str, form: str, saved: int, two_ranks: Ranks, tmp_path: Path) -> None:
+    straight = two_ranks.run(train_and_save, scenario, way, str(tmp_path), saved, saved + 3, FORMS[form])
+    resumed = two_ranks.run(load_and_train, scenario, way, str(tmp_path), saved, saved + 3, FORMS[form])
     for (_, expected, record), (_, found, again) in zip(straight, resumed, strict=True):
         assert found == expected
         assert again == record
 
 
 @compat("state of torch.optim.AdamW taken over, and given back", "deepspeed", note="as stock ZeRO's checkpoints")
-@pytest.mark.parametrize(("first", "then"), [("stock", "match"), ("match", "stock")])
-def test_stock_and_ours_read_each_others(first: str, then: str, two_ranks: Ranks, tmp_path: Path) -> None:
-    straight = two_ranks.run(train_and_save, "bf16", first, str(tmp_path), 4, 8)
-    resumed = two_ranks.run(load_and_train, "bf16", then, str(tmp_path), 4, 8)
+@pytest.mark.parametrize(
+    ("first", "then", "saved"), [("stock", "match", 4), ("match", "stock", 4), ("stock", "match", 0)]
+)
+def test_stock_and_ours_read_each_others(first: str, then: str, saved: int, two_ranks: Ranks, tmp_path: Path) -> None:
+    straight = two_ranks.run(train_and_save, "bf16", first, str(tmp_path), saved, saved + 4)
+    resumed = two_ranks.run(load_and_train, "bf16", then, str(tmp_path), saved, saved + 4)
     for (expected, _, record), (found, _, again) in zip(straight, resumed, strict=True):
         assert distance(expected, found) < 8 * 10 * 2.0**-24
         assert again["norms"] == record["norms"]
@@ -62,103 +82,84 @@ def test_padding_is_zero(two_ranks: Ranks) -> None:
     assert two_ranks.run(padding) == [0.0, 0.0]
 
 
-def test_a_checkpoint_of_before_the_first_step(two_ranks: Ranks, tmp_path: Path) -> None:
-    for way in ("stock", "ours"):
-        folder = str(tmp_path / way)
-        straight = two_ranks.run(train_and_save, "bf16", way, folder, 0, 3)
-        resumed = two_ranks.run(load_and_train, "bf16", "ours", folder, 0, 3)
-        for (expected, _, _), (found, _, _) in zip(straight, resumed, strict=True):
-            assert distance(expected, found) < 1e-5
-
-
 def test_loading_weights_only(two_ranks: Ranks, tmp_path: Path) -> None:
-    """Masters follow the loaded weights; stock and ours go on alike."""
+    """Masters follow the published weights, as in stock: DeepSpeed reads no others from a checkpoint of ZeRO-3."""
     two_ranks.run(train_and_save, "bf16", "ours", str(tmp_path), 4, 4)
-    found = [
-        two_ranks.run(load_and_train, "bf16", way, str(tmp_path), 4, 4, load_module_only=True)
-        for way in ("stock", "ours")
-    ]
-    for (stock, _, _), (ours, _, _) in zip(*found, strict=True):
-        assert distance(stock, ours) == 0.0
+    (stock, *_), *_ = two_ranks.run(load_and_train, "bf16", "stock", str(tmp_path), 4, 4, load_module_only=True)
+    for form in ("fp32", "split"):
+        (ours, *_), *_ = two_ranks.run(
+            load_and_train, "bf16", "ours", str(tmp_path), 4, 4, FORMS[form], load_module_only=True
+        )
+        assert distance(stock, ours) == 0.0, form
 
 
-def test_zero_to_fp32(two_ranks: Ranks, tmp_path: Path) -> None:
-    expected, _, _ = two_ranks.run(train_and_save, "bf16", "ours", str(tmp_path), 4, 4)[0]
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="saved")
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        assert torch.equal(found[name].float(), value)
+State = dict[str, tuple[Tensor, ...]]
 
 
-def save_16_bit(folder: str, way: str) -> dict[str, Tensor]:
+def state_of(engine: Any) -> State:
+    """Master and moments by name."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    moments = {
+        name: [safe_get_full_optimizer_state(param, key).clone() for key in ("exp_avg", "exp_avg_sq")]
+        for name, param in engine.module.named_parameters()
+    }
+    return {name: (master, *moments[name]) for name, master in masters(engine).items()}
+
+
+def save_for_tools(folder: str, form: str) -> State:
     scenario = SCENARIOS["bf16"]
-    configured = Scenario({**scenario.config, "zero": {"stage3_gather_16bit_weights_on_model_save": True}})
-    engine = configured.engine(*WAYS[way])
-    configured.train(engine, range(3))
+    zero = {**scenario.config["zero"], "stage3_gather_16bit_weights_on_model_save": True}
+    configured = Scenario({**scenario.config, "zero": zero})
+    offload, options = WAYS["ours, later"]
+    engine = configured.engine(offload, {**(options or {}), **FORMS[form]})
+    configured.train(engine, range(4))
     assert engine.save_16bit_model(folder, "weights.bin")
-    found = masters(engine)
+    engine.save_checkpoint(folder, tag="saved")
+    found = state_of(engine)
     end(engine)
     return found
 
 
+def load_universal(folder: str, form: str) -> tuple[State, list[int]]:
+    scenario = SCENARIOS["bf16"]
+    configured = Scenario({**scenario.config, "checkpoint": {"load_universal": True}})
+    offload, options = WAYS["ours"]
+    engine = configured.engine(offload, {**(options or {}), **FORMS[form]})
+    configured.train(engine, range(50, 52))
+    engine.load_checkpoint(folder, tag="universal")
+    found, steps = state_of(engine), list(engine.optimizer.parts.driver.steps)
+    configured.train(engine, range(4, 6))  # trains on
+    end(engine)
+    return found, steps
+
+
+@compat("saved by some ranks, loaded by another number of them", "deepspeed")
 @compat(
     "the model exported as safetensors for from_pretrained",
     "deepspeed",
     note="as `save_16bit_model` and `zero_to_fp32`",
 )
-@pytest.mark.parametrize("way", ["ours", "ours, later"])
-def test_save_16bit_model(way: str, two_ranks: Ranks, tmp_path: Path) -> None:
-    expected = two_ranks.run(save_16_bit, str(tmp_path), way)[0]
-    found = torch.load(tmp_path / "weights.bin")
-    for name, value in expected.items():
-        assert torch.equal(found[name], value.bfloat16())
+def test_deepspeeds_tools(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Weights in 16 bit and in fp32, and universal checkpoints, which another number of ranks loads."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-
-def load_universal(folder: str, way: str) -> tuple[dict[str, Tensor], dict[str, list[Tensor]], list[int]]:
-    from deepspeed.utils import safe_get_full_optimizer_state
-
-    scenario = SCENARIOS["bf16"]
-    configured = Scenario({**scenario.config, "checkpoint": {"load_universal": True}})
-    engine = configured.engine(*WAYS[way])
-    configured.train(engine, range(50, 52))
-    engine.load_checkpoint(folder, tag="universal")
-    moments = {
-        name: [safe_get_full_optimizer_state(param, key).clone() for key in ("exp_avg", "exp_avg_sq")]
-        for name, param in engine.module.named_parameters()
-    }
-    found = masters(engine)
-    steps = list(engine.optimizer.parts.driver.steps)
-    configured.train(engine, range(4, 6))  # trains on
-    end(engine)
-    return found, moments, steps
-
-
-def moments_of(folder: str) -> dict[str, list[Tensor]]:
-    from deepspeed.utils import safe_get_full_optimizer_state
-
-    engine = SCENARIOS["bf16"].engine(*WAYS["ours"])
-    engine.load_checkpoint(folder, tag="saved")
-    found = {
-        name: [safe_get_full_optimizer_state(param, key).clone() for key in ("exp_avg", "exp_avg_sq")]
-        for name, param in engine.module.named_parameters()
-    }
-    end(engine)
-    return found
-
-
-@compat("saved by some ranks, loaded by another number of them", "deepspeed")
-def test_universal_checkpoint_on_another_number_of_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
-    expected, _, _ = two_ranks.run(train_and_save, "bf16", "ours", str(tmp_path), 4, 4)[0]
-    moments = two_ranks.run(moments_of, str(tmp_path))[0]
-    make_universal(tmp_path)
     one_rank = Ranks(1)
     try:
-        found, found_moments, steps = one_rank.run(load_universal, str(tmp_path), "ours")[0]
+        for form in ("fp32", "8bit+split"):
+            folder = tmp_path / form[:4]  # DeepSpeed's tool cannot parse a path with "+"
+            expected = two_ranks.run(save_for_tools, str(folder), form)[0]
+            halves = torch.load(folder / "weights.bin")
+            consolidated = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="saved")
+            make_universal(folder)
+            found, steps = one_rank.run(load_universal, str(folder), form)[0]
+            assert set(consolidated) == set(expected)
+            assert set(steps) == {4}
+            for name, (master, *moments) in expected.items():
+                assert torch.equal(consolidated[name].float(), master)
+                assert form != "fp32" or torch.equal(halves[name], master.bfloat16())  # ties: away from zero if split
+                assert torch.equal(found[name][0], master)
+                if form == "fp32":  # others are rounded anew, in blocks of another partition
+                    assert all(torch.equal(a, b) for a, b in zip(found[name][1:], moments, strict=True))
     finally:
         one_rank.close()
-    assert all(step == 4 for step in steps)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value)
-        assert all(torch.equal(a, b) for a, b in zip(found_moments[name], moments[name], strict=True))

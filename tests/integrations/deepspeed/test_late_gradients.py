@@ -13,7 +13,7 @@ from tests.support.deepspeed.scenarios import CLIP_SOME, Scenario
 from tests.support.deepspeed.training import OURS, end
 
 SCENARIO = Scenario({"clip": CLIP_SOME}, micros=2, one_step_call=True)
-STEPS = 6
+STEPS = 3
 
 
 class Event:

@@ -17,7 +17,7 @@ import torch
 from superoffload.errors import ArgumentError
 from superoffload.integrations.deepspeed import residency
 from tests.support import emulated_kernels
-from tests.support.deepspeed.lean_state import FORMS, LEAN
+from tests.support.deepspeed.lean_state import FORMS
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import SCENARIOS, WAYS, Scenario
 from tests.support.deepspeed.training import OURS, end
@@ -56,7 +56,7 @@ def staying(sub_groups: frozenset[int]) -> Iterator[list[ResidentHostLink]]:
         yield made
 
 
-def trained(name: str, way: str, sub_groups: frozenset[int], form: str = "fp32", steps: int = 8) -> dict[str, Any]:
+def trained(name: str, way: str, sub_groups: frozenset[int], form: str = "fp32", steps: int = 6) -> dict[str, Any]:
     scenario = small_groups(name)
     offload, options = WAYS[way]
     with staying(sub_groups) as links:
@@ -79,17 +79,13 @@ def trained(name: str, way: str, sub_groups: frozenset[int], form: str = "fp32",
 @pytest.mark.parametrize(
     ("name", "way", "sub_groups", "form"),
     [
-        ("clip sometimes", "ours", SOME, "fp32"),
         ("clip sometimes", "ours, later", SOME, "fp32"),
-        ("clip sometimes", "match", SOME, "fp32"),
-        ("clip sometimes", "ours", ALL, "fp32"),
+        ("clip sometimes", "match", ALL, "fp32"),
         ("fp16, dynamic scale", "ours", SOME, "fp32"),
-        ("bf16, not finite", "ours", SOME, "fp32"),
-        ("accumulation in fp32", "ours", SOME, "fp32"),
-        ("two backwards", "ours", SOME, "fp32"),
-        ("L2", "ours", SOME, "fp32"),
+        ("accumulation in fp32", "ours", SOME, "8bit"),
+        ("two backwards", "ours", SOME, "split"),
+        ("L2", "ours", SOME, "bf16"),
         ("persistent parameters", "ours", SOME, "fp32"),
-        *[("clip sometimes", "ours", SOME, form) for form in LEAN],
         ("bf16, not finite", "ours, later", SOME, "8bit+split"),
         ("clip sometimes", "ours", ALL, "8bit+split"),
     ],
@@ -106,45 +102,6 @@ def test_state_on_the_accelerator_has_the_same_bits(
         assert mixed["digests"] == on_host["digests"]
         assert repr(mixed["record"]) == repr(on_host["record"])  # with NaN, which equals nothing
         assert mixed["stats"]["params_on_device"] > on_host["stats"]["params_on_device"] == 0
-
-
-def read_and_written(sub_groups: frozenset[int]) -> dict[str, Any]:
-    """What DeepSpeed's helpers read and write of masters, moments and gradients, between backward and step too."""
-    from deepspeed.utils import (
-        safe_get_full_fp32_param,
-        safe_get_full_grad,
-        safe_get_full_optimizer_state,
-        safe_set_full_fp32_param,
-        safe_set_full_grad,
-        safe_set_full_optimizer_state,
-    )
-
-    seen: list[torch.Tensor] = []
-
-    def look(engine: Any, step: int) -> None:
-        # DeepSpeed cannot write to what its ranks do not share evenly.
-        param = next(param for param in engine.module.parameters() if param.ds_numel % 2 == 0)
-        seen.extend([safe_get_full_grad(param).clone(), safe_get_full_fp32_param(param).clone()])
-        if step == 2:
-            safe_set_full_grad(param, safe_get_full_grad(param) * 0.5)
-            safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) + 1.0)
-            moment = safe_get_full_optimizer_state(param, "exp_avg")
-            safe_set_full_optimizer_state(param, moment * 2.0, "exp_avg")
-
-    scenario = replace(small_groups("clip sometimes"), before_step=look)
-    with staying(sub_groups):
-        engine = scenario.engine(*WAYS["ours"])
-    scenario.train(engine, range(4))
-    digests = engine.optimizer.state_digests()
-    end(engine)
-    return {"seen": seen, "digests": digests}
-
-
-def test_readers_and_writers_reach_the_accelerator(two_ranks: Ranks) -> None:
-    for on_host, mixed in zip(two_ranks.run(read_and_written, NONE), two_ranks.run(read_and_written, ALL), strict=True):
-        assert mixed["digests"] == on_host["digests"]
-        assert len(mixed["seen"]) == len(on_host["seen"]) == 8
-        assert all(torch.equal(a, b) for a, b in zip(mixed["seen"], on_host["seen"], strict=True))
 
 
 def saved_and_resumed(
@@ -169,8 +126,9 @@ def saved_and_resumed(
     return straight, resumed
 
 
-@pytest.mark.parametrize("form", ["fp32", "8bit+split"])
-@pytest.mark.parametrize(("first", "then"), [(SOME, SOME), (SOME, NONE), (NONE, SOME)])
+@pytest.mark.parametrize(
+    ("first", "then", "form"), [(SOME, SOME, "fp32"), (SOME, NONE, "8bit+split"), (NONE, SOME, "8bit+split")]
+)
 def test_checkpoints_fit_any_ratio(
     first: frozenset[int], then: frozenset[int], form: str, two_ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -178,12 +136,8 @@ def test_checkpoints_fit_any_ratio(
         assert resumed == straight
 
 
-def test_deepspeed_says_which_sub_groups_stay() -> None:
+def test_which_sub_groups_stay_and_what_is_refused() -> None:
     assert residency.resident_sub_groups({0: "cuda", 1: "cuda", 2: "cpu"}) == {0, 1}
-    assert residency.resident_sub_groups({0: "cpu", 1: "cpu"}) == set()
-
-
-def test_state_on_the_accelerator_and_parameters_in_host_memory_is_refused() -> None:
     master, published = (SimpleNamespace(device=torch.device(where)) for where in ("cuda:0", "cpu"))
     with pytest.raises(ArgumentError, match=r"offload_param.*sub-group 1.*set ratio to 1\.0"):
         residency.check_resident({1: master}, {1: published})  # type: ignore[dict-item]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from importlib.metadata import version
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from tests.support.compatibility import compat
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import CLIP_SOME, Scenario
-from tests.support.deepspeed.training import OURS, end
+from tests.support.deepspeed.training import OURS, end, run_steps
 
 pytestmark = pytest.mark.in_turn("readers zero3")
 
@@ -51,17 +52,15 @@ def _masters(engine: Any) -> list[Tensor]:
     return [safe_get_full_fp32_param(param) for param in _params(engine)]
 
 
-def _moments(engine: Any) -> list[Tensor]:
+def _state(engine: Any) -> list[Tensor]:
+    """Masters and moments, by each of DeepSpeed's ways."""
     from deepspeed.utils import safe_get_full_optimizer_state, safe_get_local_optimizer_state
 
     found = [safe_get_full_optimizer_state(param, "exp_avg") for param in _params(engine)]
-    return found + [safe_get_local_optimizer_state(param, "exp_avg_sq").clone() for param in _params(engine)]
-
-
-def _state_dict(engine: Any) -> list[Tensor]:
+    found += [safe_get_local_optimizer_state(param, "exp_avg_sq").clone() for param in _params(engine)]
     state = engine.optimizer.state_dict()
     moments = [value for entry in state["optimizer_state_dict"]["state"].values() for value in entry.values()]
-    return [torch.as_tensor(value).detach().clone() for value in [*state["fp32_flat_groups"], *moments]]
+    return found + [torch.as_tensor(value).detach().clone() for value in [*state["fp32_flat_groups"], *moments]]
 
 
 def _sixteen_bit(engine: Any) -> list[Tensor]:
@@ -94,18 +93,22 @@ READERS = {
     "gathered": _gathered,
     "gathered at once": _gathered_at_once,
     "masters": _masters,
-    "moments": _moments,
-    "state_dict": _state_dict,
+    "state": _state,
     "16 bit": _sixteen_bit,
     "evaluated": _evaluated,
     "moved": _moved,
 }
 
 
-def read_after_steps(reader: str, options: dict[str, Any], zero: dict[str, Any]) -> tuple[list[Tensor], bool]:
+def read_after_steps(
+    reader: str, options: dict[str, Any], threshold: int, crowded: bool = False
+) -> tuple[list[Tensor], bool]:
     """What a reader sees after each of a few steps; whether something was not delivered yet before it looked."""
-    scenario = Scenario({"clip": CLIP_SOME, "zero": zero})
-    engine = scenario.engine(OURS, options)
+    from superoffload.integrations.deepspeed import partitions
+
+    scenario = Scenario({"clip": CLIP_SOME, "zero": {"stage3_param_persistence_threshold": threshold}})
+    with mock.patch.object(partitions, "is_crowded", lambda everyone: crowded):
+        engine = scenario.engine(OURS, options)
     seen: list[Tensor] = []
     outstanding = False
     for step in range(4):
@@ -123,9 +126,8 @@ def read_after_steps(reader: str, options: dict[str, Any], zero: dict[str, Any])
 def test_readers_see_fresh_values(reader: str, threshold: int, two_ranks: Ranks) -> None:
     if reader == "moved" and version("deepspeed").startswith("0.18."):
         pytest.skip("DeepSpeed before 0.19 moves state of its own FusedAdam only")
-    zero = {"stage3_param_persistence_threshold": threshold}
-    eager = two_ranks.run(read_after_steps, reader, EAGER, zero)
-    later = two_ranks.run(read_after_steps, reader, WAITING_LATER, zero)
+    eager = two_ranks.run(read_after_steps, reader, EAGER, threshold)
+    later = two_ranks.run(read_after_steps, reader, WAITING_LATER, threshold)
     for (expected, waited), (found, outstanding) in zip(eager, later, strict=True):
         assert not waited
         assert outstanding, "nothing was outstanding, so nothing was tested"
@@ -133,55 +135,45 @@ def test_readers_see_fresh_values(reader: str, threshold: int, two_ranks: Ranks)
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def is_left_for_later(crowded: bool) -> bool:
-    """Whether a step leaves anything, where there are (not) more ranks than processors."""
-    from unittest.mock import patch
-
-    from superoffload.integrations.deepspeed import partitions as ranks
-
-    with patch.object(ranks, "is_crowded", lambda everyone: crowded):
-        _, outstanding = read_after_steps("gathered", WAITING_LATER, {})
-    return outstanding
+def test_nothing_is_left_for_later_where_it_would_be_in_the_way(two_ranks: Ranks) -> None:
+    """Where there are more ranks than processors."""
+    for _, outstanding in two_ranks.run(read_after_steps, "gathered", WAITING_LATER, 0, crowded=True):
+        assert not outstanding
 
 
-@pytest.mark.parametrize("crowded", [False, True])
-def test_nothing_is_left_for_later_where_it_would_be_in_the_way(crowded: bool, two_ranks: Ranks) -> None:
-    assert two_ranks.run(is_left_for_later, crowded) == [not crowded] * 2
-
-
-def collectives_after_a_step(options: dict[str, Any]) -> tuple[int, int]:
+def collectives_after_a_step() -> tuple[int, int]:
     """How many gathers the end of a step takes, and for how many persistent parameters."""
-    from unittest.mock import patch
-
     import deepspeed.comm as comm
 
     scenario = Scenario({"zero": {"stage3_param_persistence_threshold": 3000}})
-    engine = scenario.engine(OURS, options)
-    optimizer, calls = engine.optimizer, 0
-    end_of_step = optimizer._post_step
+    engine = scenario.engine(OURS, EAGER)
+    optimizer = engine.optimizer
+    end_of_step, calls = optimizer._post_step, []
 
-    def counted(function: Any) -> Any:
+    def counted(gather: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(gather)
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            return function(*args, **kwargs)
+            calls.append(gather)
+            return gather(*args, **kwargs)
 
         return call
 
     def counting(*args: Any) -> None:
-        gathers = {name: counted(getattr(comm, name)) for name in ("allgather_fn", "all_gather_into_tensor")}
-        with patch.multiple(comm, **gathers):
+        gathers: dict[str, Any] = {
+            name: counted(getattr(comm, name)) for name in ("allgather_fn", "all_gather_into_tensor")
+        }
+        with mock.patch.multiple(comm, **gathers):
             end_of_step(*args)
 
     optimizer._post_step = counting
     scenario.train(engine, range(1))
     persistent = len(optimizer.persistent_parameters)
     end(engine)
-    return calls, persistent
+    return len(calls), persistent
 
 
 def test_persistent_parameters_come_in_one_collective(two_ranks: Ranks) -> None:
-    for calls, persistent in two_ranks.run(collectives_after_a_step, EAGER):
+    for calls, persistent in two_ranks.run(collectives_after_a_step):
         assert persistent > 2
         assert calls == 1
 
@@ -215,15 +207,33 @@ def test_before_0_19_8_parameters_are_gathered_one_by_one(monkeypatch: pytest.Mo
     assert one.all_gather == Partitioned.all_gather.__get__(one), "unwrapped"
 
 
+def change(engine: Any, what: str) -> None:
+    from deepspeed import utils
+
+    optimizer = engine.optimizer
+    even = [param for param in _params(engine) if param.ds_numel % 2 == 0]  # DeepSpeed cannot set padded ones
+    param = even[0]
+    match what:
+        case "master":
+            utils.safe_set_full_fp32_param(param, torch.full(param.ds_shape, 0.25))
+        case "moment":
+            utils.safe_set_full_optimizer_state(param, torch.full(param.ds_shape, 0.5), "exp_avg_sq")
+        case "gradient":
+            utils.safe_set_full_grad(param, 2 * utils.safe_get_full_grad(param))
+        case "gradients":
+            optimizer.update_fp32_grad_for_param_vectorized(lambda grad, _: grad * 0.5, even)
+        case "hyper-parameters":
+            optimizer.param_groups[0].update(lr=7e-3, weight_decay=0.3, betas=(0.5, 0.6), eps=1e-6)
+        case "zero_grad":
+            optimizer.zero_grad()
+        case "masters from parameters":
+            optimizer.refresh_fp32_params()
+        case "state_dict":
+            optimizer.state_dict()
+
+
 def write_in_the_window(what: str, options: dict[str, Any], dtype: str | None) -> tuple[dict[str, str], float, bool]:
     """Between backward and step, when buckets are speculated, a user writes; then trains on."""
-    from deepspeed.utils import (
-        safe_get_full_grad,
-        safe_set_full_fp32_param,
-        safe_set_full_grad,
-        safe_set_full_optimizer_state,
-    )
-
     more = {"data_types": {"grad_accum_dtype": dtype}} if dtype else {}
     scenario = Scenario({"clip": CLIP_SOME, **more})
     engine = scenario.engine(OURS, options)
@@ -231,37 +241,18 @@ def write_in_the_window(what: str, options: dict[str, Any], dtype: str | None) -
 
     def write(engine: Any, step: int) -> None:
         nonlocal speculated
-        if step != 3:
+        if step != 2:
             return
-        for (
-            bucket
-        ) in engine.optimizer.parts.driver.engine.buckets:  # what is speculated is in masters and moments by now
+        for bucket in engine.optimizer.parts.driver.engine.buckets:  # until it is in masters and moments
             assert bucket.running is None or bucket.running.wait(60.0)
         stats = engine.optimizer.stats()
         speculated = stats["buckets_speculated"] > stats["buckets_committed"] + stats["buckets_replayed"]
-        even = [param for param in _params(engine) if param.ds_numel % 2 == 0]  # DeepSpeed cannot set padded ones
-        param = even[0]
-        if what == "master":
-            safe_set_full_fp32_param(param, torch.full(param.ds_shape, 0.25))
-        elif what == "moment":
-            safe_set_full_optimizer_state(param, torch.full(param.ds_shape, 0.5), "exp_avg_sq")
-        elif what == "gradient":
-            safe_set_full_grad(param, 2 * safe_get_full_grad(param))
-        elif what == "gradients":
-            engine.optimizer.update_fp32_grad_for_param_vectorized(lambda grad, _: grad * 0.5, even)
-        elif what == "hyper-parameters":
-            engine.optimizer.param_groups[0].update(lr=7e-3, weight_decay=0.3, betas=(0.5, 0.6), eps=1e-6)
-        elif what == "zero_grad":
-            engine.optimizer.zero_grad()
-        elif what == "masters from parameters":
-            engine.optimizer.refresh_fp32_params()
-        elif what == "state_dict":
-            engine.optimizer.state_dict()
+        change(engine, what)
 
-    record = run_and_record(scenario, engine, write)
+    record = run_steps(engine, range(4), loss_of=scenario.loss_of, before_step=write)
     digests = engine.optimizer.state_digests()
     end(engine)
-    return digests, record["norms"][3], speculated
+    return digests, record["norms"][2], speculated
 
 
 @pytest.fixture(scope="module")
@@ -270,22 +261,14 @@ def untouched(two_ranks: Ranks) -> Callable[[str | None], list[Any]]:
     return cache(lambda dtype: two_ranks.run(write_in_the_window, "nothing", WAITING, dtype))
 
 
-def run_and_record(scenario: Scenario, engine: Any, before_step: Any) -> dict[str, Any]:
-    from tests.support.deepspeed.training import run_steps
-
-    return run_steps(engine, range(6), loss_of=scenario.loss_of, before_step=before_step)
-
-
 @compat("gradients edited, replaced or removed before step()", "deepspeed", note="through `safe_set_full_grad`")
 @compat("zero_grad(set_to_none=True or False)", "deepspeed")
 @pytest.mark.parametrize(
     ("what", "dtype"),
     [
-        ("nothing", None),
         ("master", None),
         ("moment", None),
         ("gradient", None),
-        ("gradient", "fp32"),
         ("gradients", "fp32"),
         ("hyper-parameters", None),
         ("zero_grad", None),
@@ -302,8 +285,7 @@ def test_writes_before_the_step_count(
         found = two_ranks.run(write_in_the_window, what, options, dtype)
         assert [rank[:2] for rank in found] == [rank[:2] for rank in waiting]
         assert all(rank[2] for rank in found), "nothing was speculated when the user wrote"
-    changes = what not in ("nothing", "state_dict")
-    assert (waiting[0][0] != alone[0][0]) == changes
+    assert (waiting[0][0] != alone[0][0]) == (what != "state_dict")
     if what == "gradients":
         assert 0.5 * alone[0][1] < waiting[0][1] < 0.95 * alone[0][1]
     if what == "zero_grad":
@@ -329,6 +311,7 @@ def write_published(options: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]
     return [value.clone() for value in before], [value.clone() for value in after], digests
 
 
+@compat("EMA and SWA, averages swapped in", "deepspeed", note="read and written through GatheredParameters")
 @compat(
     "parameters written by the user (load_state_dict, clamp, re-initialization)",
     "deepspeed",

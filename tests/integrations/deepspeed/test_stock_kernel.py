@@ -28,9 +28,9 @@ def train(way: str, model: str, more: dict[str, Any], micros: int) -> tuple[dict
         if way != "stock":
             stock_kernel.use(engine.optimizer)
         if model == "small":
-            record = run_steps(engine, range(8), micros=micros)
+            record = run_steps(engine, range(6), micros=micros)
         else:
-            record = run_steps(engine, range(8), micros=micros, loss_of=scenario.loss_of)
+            record = run_steps(engine, range(6), micros=micros, loss_of=scenario.loss_of)
     stats = None if way == "stock" else engine.optimizer.stats()
     found = {name: value.clone() for name, value in masters(engine).items()}
     end(engine)
@@ -58,4 +58,4 @@ def test_bits_of_stock(case: str, two_ranks: Ranks) -> None:
             if way == "match":
                 assert stats["buckets_committed"] or stats["buckets_replayed"]
     if case == "clip sometimes":
-        assert stats["buckets_stepped"] == 8
+        assert stats["buckets_stepped"] == 6

@@ -1,7 +1,10 @@
-"""What upstream's SuperOffload gets wrong, ours right; each test records what the peer does today (0.19.8)."""
+"""What upstream's SuperOffload gets wrong, ours right; each case records what the peer does today (0.19.8)."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -12,9 +15,9 @@ from torch import Tensor
 
 from tests.support.deepspeed import upstream
 from tests.support.deepspeed.ranks import Ranks
-from tests.support.deepspeed.recorded_reference import NAME, UNUSED, gradients_of, reference
-from tests.support.deepspeed.scenarios import INF, WAYS, Scenario, distance
-from tests.support.deepspeed.training import config, end, make_engine, masters
+from tests.support.deepspeed.recorded_reference import UNUSED, gradients_of, reference
+from tests.support.deepspeed.scenarios import INF, Scenario, distance
+from tests.support.deepspeed.training import OURS, config, end, make_engine, masters
 
 FOUND = version("deepspeed") if find_spec("deepspeed") is not None else "none"
 pytestmark = [
@@ -27,56 +30,8 @@ pytestmark = [
 ]
 STEPS = 6
 UPSTREAM = {"device": "cpu", "super_offload": True}
-SPECULATING = {"speculation": "always"}
+GAPS: dict[int, tuple[int, ...]] = {2: (UNUSED,), 3: (UNUSED,)}
 Outcome = dict[str, Any]
-
-
-def run(way: str, case: dict[str, Any]) -> Outcome:
-    """Trains on recorded gradients. ``case``: config, skips, poison, micros, groups' changes at step 3."""
-    settings = {"precision": "fp32", **case.get("config", {})}
-    scenario = Scenario(poison=case.get("poison", {}))
-    model = scenario.model()
-    if way == "ours":
-        offload, _ = WAYS["ours"]
-        engine = make_engine(config(offload, options=SPECULATING, **settings), model)
-        try:
-            return _train(engine, scenario, case)
-        finally:
-            end(engine)
-    with upstream.engine(config(UPSTREAM, **settings), model) as engine:
-        return {
-            **_train(engine, scenario, case),
-            "submitted": engine.optimizer.superoffload_cpu_optimizer.submitted,
-            "state": {
-                name: bool(torch.as_tensor(value).any())
-                for state in engine.optimizer.state_dict()["optimizer_state_dict"]["state"].values()
-                for name, value in state.items()
-                if name.startswith("exp_avg")
-            },
-        }
-
-
-def _train(engine: Any, scenario: Scenario, case: dict[str, Any]) -> Outcome:
-    micros = case.get("micros", 1)
-    losses = []
-    for step in range(STEPS):
-        for micro in range(micros):
-            skip = case.get("skips", {}).get(step, ())
-            poison = scenario.poison.get(step)
-            mine = {poison[1]: poison[2]} if poison and poison[0] == torch.distributed.get_rank() else None
-            loss = engine(step, micro, skip, mine)
-            engine.backward(loss)
-        if step == 3:
-            engine.optimizer.optimizer.param_groups[0].update(case.get("changes", {}))
-        engine.step()
-        losses.append(float(loss.detach()))
-    stats = engine.optimizer.stats() if hasattr(engine.optimizer, "stats") else None
-    found = {name: value.clone() for name, value in masters(engine).items()}
-    return {"masters": found, "losses": losses, "stats": stats}
-
-
-def both(ranks: Ranks, case: dict[str, Any]) -> tuple[Outcome, Outcome]:
-    return ranks.run(run, "ours", case)[0], ranks.run(run, "upstream", case)[0]
 
 
 def gradients(micros: int = 1, skips: dict[int, tuple[int, ...]] | None = None) -> list[list[dict[int, Tensor]]]:
@@ -84,98 +39,111 @@ def gradients(micros: int = 1, skips: dict[int, tuple[int, ...]] | None = None) 
     return [[gradients_of(step, micro, skips.get(step, ())) for micro in range(micros)] for step in range(STEPS)]
 
 
-def test_both_are_right_where_nothing_happens(two_ranks: Ranks) -> None:
-    """So that what the other tests see is not the stubs' doing."""
-    expected = reference(gradients(), 1, 0.0)
-    ours, theirs = both(two_ranks, {})
-    assert distance(expected, ours["masters"]) < 1e-4
-    assert distance(expected, theirs["masters"]) < 1e-4
-    assert theirs["submitted"] == STEPS
+@dataclass(frozen=True)
+class Case:
+    """``expected``: the reference. ``theirs``: of upstream's outcome, and how far that is from the reference."""
+
+    theirs: Callable[[Outcome, float], bool]
+    expected: Callable[[], dict[str, Tensor]] = lambda: reference(gradients(), 1, 0.0)
+    ours_is_near: bool = True  # or it follows a setting that the reference, like upstream, ignores
+    tolerance: float = 1e-4
+    config: dict[str, Any] = field(default_factory=dict)
+    micros: int = 1
+    skips: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    poison: dict[int, tuple[int, int, float]] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)  # of param groups, before step 3
 
 
-def test_one_infinite_gradient(two_ranks: Ranks) -> None:
-    ours, theirs = both(two_ranks, {"poison": {3: INF[3]}})
-    assert distance(reference(gradients(), 1, 0.0, skip={3}), ours["masters"]) < 1e-4
-    assert not all(bool(torch.isfinite(value).all()) for value in theirs["masters"].values()), (
-        "upstream survives an Inf"
-    )
-    assert theirs["losses"][4] == theirs["losses"][4]
-    assert theirs["losses"][5] != theirs["losses"][5], "upstream's loss is no longer NaN two steps later"
+def ignores_it(theirs: Outcome, away: float) -> bool:
+    return away < 1e-4
 
 
-def test_two_backwards_before_a_step(two_ranks: Ranks) -> None:
-    ours, theirs = both(two_ranks, {"micros": 2})
-    expected = reference(gradients(2), 1, 0.0)
-    assert distance(expected, ours["masters"]) < 1e-4
-    assert distance(expected, theirs["masters"]) > 1e-2
-    assert theirs["submitted"] == 2 * STEPS, "upstream no longer steps twice"
+CASES = {
+    "nothing happens": Case(  # so that the others do not see the stubs' doing
+        lambda theirs, away: away < 1e-4 and theirs["submitted"] == STEPS and not theirs["saves moments"]
+    ),
+    "one infinite gradient": Case(
+        lambda theirs, away: (
+            math.isnan(away) and math.isfinite(theirs["losses"][4]) and math.isnan(theirs["losses"][5])
+        ),
+        lambda: reference(gradients(), 1, 0.0, skip={3}),
+        poison={3: INF[3]},
+    ),
+    "two backwards before a step": Case(
+        lambda theirs, away: away > 1e-2 and theirs["submitted"] == 2 * STEPS,
+        lambda: reference(gradients(2), 1, 0.0),
+        micros=2,
+    ),
+    "an unused parameter": Case(  # the whole sub-group that it belongs to is not stepped
+        lambda theirs, away: away > 1e-2 and theirs["submitted"] == STEPS - 2,
+        lambda: reference(gradients(1, GAPS), 1, 0.0),
+        skips=GAPS,
+    ),
+    "unmanaged accumulation": Case(
+        lambda theirs, away: theirs["submitted"] == 0 and theirs["moved"] == 0.0,
+        lambda: reference(gradients(2), 2, 0.0),
+        config={"accumulation": 2, "managed_gradient_accumulation": False},
+        micros=2,
+    ),
+    "loss scale": Case(  # gradients are still scaled, which shows where eps counts
+        lambda theirs, away: away > 5e-2,
+        lambda: reference(gradients(), 1, 0.0, eps=1e-2),
+        tolerance=1e-2,  # gradients were rounded to fp16
+        config={"precision": "fp16 128", "optimizer": {"eps": 1e-2}},
+    ),
+    "hyper-parameters that change": Case(
+        ignores_it, ours_is_near=False, changes={"weight_decay": 0.9, "betas": (0.5, 0.6), "eps": 1e-3}
+    ),
+    "plain Adam": Case(
+        ignores_it,
+        ours_is_near=False,
+        config={"kind": "Adam", "optimizer": {"torch_adam": False, "adam_w_mode": False}},
+    ),
+    "no bias correction": Case(
+        ignores_it, ours_is_near=False, config={"optimizer": {"torch_adam": False, "bias_correction": False}}
+    ),
+}
 
 
-def test_an_unused_parameter(two_ranks: Ranks) -> None:
-    """Upstream does not step the whole sub-group that it belongs to; here, all parameters."""
-    skips: dict[int, tuple[int, ...]] = {2: (UNUSED,), 3: (UNUSED,)}
-    ours, theirs = both(two_ranks, {"skips": skips})
-    expected = reference(gradients(1, skips), 1, 0.0)
-    others = {name: value for name, value in expected.items() if name != NAME}
-    assert distance(expected, ours["masters"]) < 1e-4
-    assert distance(others, theirs["masters"]) > 1e-2
-    assert theirs["submitted"] == STEPS - 2, "upstream steps the sub-group now"
+def run(name: str) -> tuple[Outcome, Outcome]:
+    """Ours and upstream's, on the same recorded gradients."""
+    case = CASES[name]
+    settings = {"precision": "fp32", **case.config}
+    engine = make_engine(config(OURS, options={"speculation": "always"}, **settings), Scenario().model())
+    ours = _train(engine, case)
+    end(engine)
+    with upstream.engine(config(UPSTREAM, **settings), Scenario().model()) as engine:
+        theirs = _train(engine, case)
+        entries = engine.optimizer.state_dict()["optimizer_state_dict"]["state"].values()
+        theirs["submitted"] = engine.optimizer.superoffload_cpu_optimizer.submitted
+        theirs["saves moments"] = any(bool(torch.as_tensor(entry["exp_avg"]).any()) for entry in entries)
+    return ours, theirs
 
 
-def test_unmanaged_accumulation(two_ranks: Ranks) -> None:
-    case = {"config": {"accumulation": 2, "managed_gradient_accumulation": False}, "micros": 2}
-    ours, theirs = both(two_ranks, case)
-    initial = {name: param.detach() for name, param in Scenario().model().named_parameters()}
-    assert distance(reference(gradients(2), 2, 0.0), ours["masters"]) < 1e-4
-    assert theirs["submitted"] == 0
-    assert distance(initial, theirs["masters"]) == 0.0, "upstream trains now"
+def _train(engine: Any, case: Case) -> Outcome:
+    before, losses = masters(engine), []
+    for step in range(STEPS):
+        poison = None
+        if step in case.poison and case.poison[step][0] == torch.distributed.get_rank():
+            poison = {case.poison[step][1]: case.poison[step][2]}
+        for micro in range(case.micros):
+            loss = engine(step, micro, case.skips.get(step, ()), poison)
+            engine.backward(loss)
+        if step == 3:
+            engine.optimizer.optimizer.param_groups[0].update(case.changes)
+        engine.step()
+        losses.append(float(loss.detach()))
+    found = masters(engine)
+    return {"masters": found, "losses": losses, "moved": distance(before, found)}
 
 
-def test_hyper_parameters_that_change(two_ranks: Ranks) -> None:
-    changes = {"weight_decay": 0.9, "betas": (0.5, 0.6), "eps": 1e-3}
-    ours, theirs = both(two_ranks, {"changes": changes})
-    unchanged = two_ranks.run(run, "upstream", {})[0]
-    assert distance(unchanged["masters"], theirs["masters"]) == 0.0, "upstream no longer ignores them"
-    assert distance(unchanged["masters"], ours["masters"]) > 1e-3
-
-
-def test_plain_adam(two_ranks: Ranks) -> None:
-    """``adam_w_mode: false``: upstream decouples the weight decay all the same."""
-    case = {"config": {"kind": "Adam", "optimizer": {"adam_w_mode": False, "weight_decay": 0.1}}}
-    ours, theirs = both(two_ranks, case)
-    assert distance(reference(gradients(), 1, 0.0), theirs["masters"]) < 1e-4, "upstream follows adam_w_mode now"
-    assert distance(theirs["masters"], ours["masters"]) > 1e-2
-
-
-def test_without_bias_correction(two_ranks: Ranks) -> None:
-    """Upstream corrects all the same; that ours is right: test_hyper_parameters_are_those_of_the_groups."""
-    case = {"config": {"optimizer": {"torch_adam": False, "bias_correction": False}}}
-    ours, theirs = both(two_ranks, case)
-    assert distance(reference(gradients(), 1, 0.0), theirs["masters"]) < 1e-4, "upstream follows bias_correction now"
-    assert distance(theirs["masters"], ours["masters"]) > 1e-2
-
-
-def test_loss_scale(two_ranks: Ranks) -> None:
-    """Upstream's kernel gets gradients that are still scaled, which shows where eps counts."""
-    case = {"config": {"precision": "fp16 128", "optimizer": {"eps": 1e-2}}}
-    ours, theirs = both(two_ranks, case)
-    unscaled = two_ranks.run(run, "ours", {"config": {"optimizer": {"eps": 1e-2}}})[0]["masters"]
-    assert distance(unscaled, ours["masters"]) < 1e-2  # gradients were rounded to fp16
-    assert distance(unscaled, theirs["masters"]) > 5e-2, "upstream unscales now"
-
-
-def test_state_in_checkpoints(two_ranks: Ranks) -> None:
-    _, theirs = both(two_ranks, {})
-    assert not any(theirs["state"].values()), "upstream's moments are in its state_dict now"
-
-
-def test_speculation_with_clipping(two_ranks: Ranks) -> None:
-    """Upstream steps after the verdict where clipping is configured, though nothing is ever clipped here."""
-    ours, theirs = both(two_ranks, {"config": {"clip": 1e6}})
-    assert ours["stats"]["buckets_committed"] > 0
-    assert theirs["submitted"] == STEPS
-    assert two_ranks.run(submitted_before_step, 1e6)[0] == 0
-    assert two_ranks.run(submitted_before_step, 0.0)[0] == 1
+@pytest.mark.parametrize("name", CASES)
+def test_ours_is_right_and_upstream_as_recorded(name: str, two_ranks: Ranks) -> None:
+    case = CASES[name]
+    ours, theirs = two_ranks.run(run, name)[0]
+    expected = case.expected()
+    assert (distance(expected, ours["masters"]) < case.tolerance) == case.ours_is_near
+    assert case.theirs(theirs, distance(expected, theirs["masters"])), "upstream has changed"
 
 
 def submitted_before_step(clip: float) -> int:
@@ -185,6 +153,12 @@ def submitted_before_step(clip: float) -> int:
         found = int(engine.optimizer.superoffload_cpu_optimizer.submitted)
         engine.step()
     return found
+
+
+def test_speculation_with_clipping(two_ranks: Ranks) -> None:
+    """Upstream steps after the verdict where clipping is configured, though nothing is ever clipped here."""
+    assert two_ranks.run(submitted_before_step, 1e6)[0] == 0
+    assert two_ranks.run(submitted_before_step, 0.0)[0] == 1
 
 
 def roll_back() -> tuple[float, bool]:

@@ -16,59 +16,41 @@ from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.training import Small, batch, config, end, make_engine, plain
 
 
-class Empty(Small):
-    def __init__(self) -> None:
+class Odd(Small):
+    """``shape``: of a parameter that DeepSpeed itself cannot take."""
+
+    def __init__(self, shape: str) -> None:
         super().__init__()
-        self.empty = nn.Parameter(torch.empty(0, 3))
+        odd = {"empty": torch.empty(0, 3), "scalar": torch.tensor(1.0), "transposed": torch.ones(4, 3).t()}
+        self.odd = nn.Parameter(odd[shape])
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return super().forward(*args, **kwargs) + self.empty.sum()
+        return super().forward(*args, **kwargs) + self.odd.sum()
 
 
-def error_of_empty() -> str:
-    engine = make_engine(config(), Empty())
+def error_of(shape: str) -> str:
+    engine = None
     with pytest.raises(Exception) as caught:
+        engine = make_engine(config(), Odd(shape))
         plain(engine, 0, 0)
-    end(engine)
+    if engine is not None:
+        end(engine)
     return str(caught.value)
 
 
-@compat("zero-size parameters", "deepspeed", refused="'status': 'NOT_AVAILABLE', 'numel': 0, 'ds_numel': 0")
-def test_zero_size_parameters(refusal: Refusal, two_ranks: Ranks) -> None:
-    """By DeepSpeed itself."""
-    for error in two_ranks.run(error_of_empty):
-        refusal.check(error)
+SHAPES = {
+    "empty": ("zero-size parameters", "'status': 'NOT_AVAILABLE', 'numel': 0, 'ds_numel': 0"),
+    "scalar": ("scalar parameters", "self.dim() cannot be 0 to view"),
+    "transposed": ("non-contiguous parameters", "self.stride(-1) must be 1 to view"),
+}
 
 
-class Scalar(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-
-class Transposed(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4, 3).t())
-
-
-def error_with(make: Callable[[], nn.Module]) -> str:
-    with pytest.raises(Exception) as caught:
-        make_engine(config(), make())
-    return str(caught.value)
-
-
-@compat("scalar parameters", "deepspeed", refused="self.dim() cannot be 0 to view")
-def test_scalar_parameters(refusal: Refusal, two_ranks: Ranks) -> None:
-    """By DeepSpeed itself."""
-    for error in two_ranks.run(error_with, Scalar):
-        refusal.check(error)
-
-
-@compat("non-contiguous parameters", "deepspeed", refused="self.stride(-1) must be 1 to view")
-def test_non_contiguous_parameters(refusal: Refusal, two_ranks: Ranks) -> None:
-    """By DeepSpeed itself."""
-    for error in two_ranks.run(error_with, Transposed):
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(shape, marks=compat(row, "deepspeed", refused=words)) for shape, (row, words) in SHAPES.items()],
+)
+def test_refused_by_deepspeed_itself(shape: str, refusal: Refusal, two_ranks: Ranks) -> None:
+    for error in two_ranks.run(error_of, shape):
         refusal.check(error)
 
 
@@ -131,65 +113,45 @@ def said(use: Callable[[Any], None]) -> str:
     return str(caught.value)
 
 
-OURS_ONLY = "SpeculativeStage3, expected superoffload.AdamW or torch.optim.AdamW; use engine.save_checkpoint()"
-NO_TORCH = "DeepSpeed's optimizer is no torch.optim.Optimizer; use engine.save_checkpoint()"
-REFUSED: list[Any] = [
-    pytest.param(
-        clip_norm,
-        marks=compat(
-            "clip_grad_norm_ by the user after backward",
-            "deepspeed",
-            refused='this would clip nothing; set "gradient_clipping" in the DeepSpeed JSON',
-        ),
+NO_CLIP = 'this would clip nothing; set "gradient_clipping" in the DeepSpeed JSON'
+REFUSED: dict[Callable[[Any], None], tuple[str, list[str]]] = {
+    clip_norm: (NO_CLIP, ["clip_grad_norm_ by the user after backward"]),
+    clip_value: (NO_CLIP, ["clip_grad_value_ by the user after backward"]),
+    add_group: ("has no attribute 'add_param_group'", ["add_param_group at any time"]),
+    closure: ("closures are not supported, as in DeepSpeed", ["closure"]),
+    step_hook: (
+        "step hooks are not called under DeepSpeed; do around engine.step() what they do",
+        ["optimizer hooks (register_step_pre_hook and its kin)"],
     ),
-    pytest.param(
-        clip_value,
-        marks=compat(
-            "clip_grad_value_ by the user after backward",
-            "deepspeed",
-            refused='this would clip nothing; set "gradient_clipping" in the DeepSpeed JSON',
-        ),
+    deep_copy: (
+        "an optimizer with worker threads cannot be copied or pickled; use engine.save_checkpoint()",
+        ["copy.deepcopy and pickle of the optimizer"],
     ),
-    pytest.param(
-        add_group,
-        marks=compat("add_param_group at any time", "deepspeed", refused="has no attribute 'add_param_group'"),
-    ),
-    pytest.param(closure, marks=compat("closure", "deepspeed", refused="closures are not supported, as in DeepSpeed")),
-    pytest.param(
-        step_hook,
-        marks=compat(
-            "optimizer hooks (register_step_pre_hook and its kin)",
-            "deepspeed",
-            refused="step hooks are not called under DeepSpeed; do around engine.step() what they do",
-        ),
-    ),
-    pytest.param(
-        deep_copy,
-        marks=compat(
-            "copy.deepcopy and pickle of the optimizer",
-            "deepspeed",
-            refused="an optimizer with worker threads cannot be copied or pickled; use engine.save_checkpoint()",
-        ),
-    ),
-    pytest.param(
-        torchs_checkpoint,
-        marks=[
-            compat("torch.distributed.checkpoint, with another number of ranks", "deepspeed", refused=NO_TORCH),
-            compat("get_optimizer_state_dict and set_optimizer_state_dict", "deepspeed", refused=NO_TORCH),
+    torchs_checkpoint: (
+        "DeepSpeed's optimizer is no torch.optim.Optimizer; use engine.save_checkpoint()",
+        [
+            "torch.distributed.checkpoint, with another number of ranks",
+            "get_optimizer_state_dict and set_optimizer_state_dict",
         ],
     ),
-    pytest.param(
-        our_checkpoint,
-        marks=[
-            compat("killed while it saves: the checkpoint before loads", "deepspeed", refused=OURS_ONLY),
-            compat("a truncated, bit-flipped or foreign checkpoint", "deepspeed", refused=OURS_ONLY),
-            compat("saved in the background while training goes on", "deepspeed", refused=OURS_ONLY),
+    our_checkpoint: (
+        "SpeculativeStage3, expected superoffload.AdamW or torch.optim.AdamW; use engine.save_checkpoint()",
+        [
+            "killed while it saves: the checkpoint before loads",
+            "a truncated, bit-flipped or foreign checkpoint",
+            "saved in the background while training goes on",
         ],
     ),
-]
+}
 
 
-@pytest.mark.parametrize("use", REFUSED)
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(use, marks=[compat(row, "deepspeed", refused=words) for row in rows])
+        for use, (words, rows) in REFUSED.items()
+    ],
+)
 def test_refused(use: Callable[[Any], None], refusal: Refusal, two_ranks: Ranks) -> None:
     for error in two_ranks.run(said, use):
         refusal.check(error)

@@ -19,12 +19,9 @@ from tests.support.deepspeed.training import Small, config, end, make_engine, ma
 STEPS = 6
 
 
-class Odd(nn.Module):
-    """Tied ends."""
-
+class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(1)
         self.embed = nn.Embedding(61, 32)
         self.middle = nn.Linear(32, 32)
         self.head = nn.Linear(32, 61, bias=False)
@@ -37,8 +34,8 @@ class Odd(nn.Module):
         return nn.functional.cross_entropy(logits.view(-1, 61), targets.view(-1))
 
 
-def steps(engine: Any, many: int = STEPS) -> None:
-    run_steps(engine, range(many), loss_of=plain)
+def steps(engine: Any) -> None:
+    run_steps(engine, range(STEPS))
 
 
 def autocast(engine: Any) -> None:
@@ -65,69 +62,66 @@ def schedulers(engine: Any) -> None:
         engine.step()
 
 
-def tensor_hooks(engine: Any) -> None:
+def hooks(engine: Any) -> None:
     """On activations, whose gradients they change."""
-    handle = engine.module.head.register_full_backward_hook(lambda _, grads, __: (2.0 * grads[0],))
+    engine.module.head.register_full_backward_hook(lambda _, grads, __: (2.0 * grads[0],))
     steps(engine)
-    handle.remove()
-
-
-def averages(engine: Any) -> None:
-    """An exponential average of the gathered parameters, swapped in in the middle."""
-    import deepspeed
-
-    params = list(engine.module.parameters())
-    average: list[Tensor] = []
-    for step in range(4):
-        run_steps(engine, range(step, step + 1), loss_of=plain)
-        with deepspeed.zero.GatheredParameters(params, modifier_rank=0 if step == 2 else None):
-            average = average or [p.detach().clone() for p in params]
-            for mean, param in zip(average, params, strict=True):
-                mean.lerp_(param.detach(), 0.5)
-                if step == 2:
-                    param.data.copy_(mean)
 
 
 def lora() -> nn.Module:
     import peft
 
-    torch.manual_seed(1)
     model: nn.Module = peft.get_peft_model(Small(), peft.LoraConfig(r=4, target_modules=["extra", "head"]))
     return model
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], dict[str, Any]]] = {
-    "autocast": (Small, autocast, {"precision": "fp32"}),
-    "schedulers": (Small, schedulers, {"precision": "fp32"}),
-    "odd": (Odd, steps, {"precision": "fp32", "clip": 50.0}),
-    "hooks": (Small, tensor_hooks, {"precision": "fp32"}),
-    "lora": (lora, steps, {"precision": "fp32"}),
-}
-
-
-def train(name: str, way: str) -> tuple[dict[str, Tensor], Any, float]:
-    make, use, options = CASES[name]
+def train(make: Callable[[], nn.Module], use: Callable[[Any], None], clip: float, way: str) -> Any:
     torch.manual_seed(1)
-    offload, ours = WAYS[way]
-    engine = make_engine(config(offload, options=ours, **options), make())
+    offload, options = WAYS[way]
+    engine = make_engine(config(offload, options=options, precision="fp32", clip=clip), make())
     use(engine)
-    speculated = 0.0 if way == "stock" else engine.optimizer.stats()["buckets_speculated"]
-    found = (masters(engine), None if way == "stock" else engine.optimizer.state_digests(), speculated)
+    if way == "stock":
+        found = masters(engine), None, 0
+    else:
+        optimizer = engine.optimizer
+        found = masters(engine), optimizer.state_digests(), optimizer.stats()["buckets_speculated"]
     end(engine)
     return found
 
 
-def compare(name: str, ranks: Ranks, tolerance: float = 1e-4) -> None:
-    stock, always, never = (ranks.run(train, name, way) for way in ("stock", "match", "match, waiting"))
+NO_PEFT = importlib.util.find_spec("peft") is None
+CASES: list[Any] = [
+    pytest.param(
+        Small, schedulers, 0.0, 1e-4, id="schedulers",
+        marks=[
+            compat("every scheduler of torch.optim.lr_scheduler", "deepspeed"),
+            compat("lr changed between backward and step()", "deepspeed"),
+        ],
+    ),
+    pytest.param(Small, autocast, 0.0, 5e-2, id="autocast", marks=compat("autocast", "deepspeed")),
+    pytest.param(Tied, steps, 50.0, 1e-4, id="tied", marks=compat("tied parameters", "deepspeed")),
+    pytest.param(
+        Small, hooks, 0.0, 1e-4, id="hooks",
+        marks=compat(
+            "hooks of parameters that change or read gradients", "deepspeed", note="hooks of modules and activations"
+        ),
+    ),
+    pytest.param(
+        lora, steps, 0.0, 1e-4, id="lora",
+        marks=[
+            compat("PEFT: LoRA adapters", "deepspeed"),
+            pytest.mark.skipif(NO_PEFT, reason="needs peft: pip install peft"),
+        ],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "use", "clip", "tolerance"), CASES)
+def test_as_stock(make: Any, use: Any, clip: float, tolerance: float, two_ranks: Ranks) -> None:
+    stock, always, never = (two_ranks.run(train, make, use, clip, way) for way in ("stock", "match", "match, waiting"))
     for (expected, *_), (found, digests, speculated), (_, waited, _) in zip(stock, always, never, strict=True):
         assert digests == waited and speculated > 0
         assert distance(expected, found) < tolerance  # a wrong step is off by a tenth and more
-
-
-@compat("every scheduler of torch.optim.lr_scheduler", "deepspeed")
-@compat("lr changed between backward and step()", "deepspeed")
-def test_schedulers(two_ranks: Ranks) -> None:
-    compare("schedulers", two_ranks)
 
 
 def warnings_of_a_scheduler(way: str) -> tuple[list[str], list[float]]:
@@ -141,56 +135,19 @@ def warnings_of_a_scheduler(way: str) -> tuple[list[str], list[float]]:
     engine = make_engine(configuration, model, optimizer=optimizer, lr_scheduler=scheduler)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        record = run_steps(engine, range(3), loss_of=plain)
+        record = run_steps(engine, range(2))
     end(engine)
     return [str(one.message) for one in caught if "lr_scheduler" in str(one.message)], [lr for (lr,) in record["lrs"]]
 
 
 def test_a_scheduler_does_not_warn(two_ranks: Ranks) -> None:
-    for way in ("stock", "ours"):
-        for warned, rates in two_ranks.run(warnings_of_a_scheduler, way):
-            assert not warned, way
-            assert rates == pytest.approx([1e-2 / 2, 1e-2 / 3, 1e-2 / 4])
-
-
-@compat("autocast", "deepspeed")
-def test_autocast(two_ranks: Ranks) -> None:
-    compare("autocast", two_ranks, 5e-2)
-
-
-@compat("tied parameters", "deepspeed")
-def test_odd_parameters(two_ranks: Ranks) -> None:
-    compare("odd", two_ranks)
-
-
-@compat("hooks of parameters that change or read gradients", "deepspeed", note="hooks of modules and activations")
-def test_hooks_of_modules(two_ranks: Ranks) -> None:
-    compare("hooks", two_ranks)
-
-
-@compat("PEFT: LoRA adapters", "deepspeed")
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft: pip install peft")
-def test_lora(two_ranks: Ranks) -> None:
-    compare("lora", two_ranks)
-
-
-def averaged(way: str) -> Any:
-    torch.manual_seed(1)
-    engine = make_engine(config(WAYS[way][0], options=WAYS[way][1]), Small())
-    averages(engine)
-    found = engine.optimizer.state_digests()
-    end(engine)
-    return found
-
-
-@compat("EMA and SWA, averages swapped in", "deepspeed", note="read and written through GatheredParameters")
-def test_averages_swapped_in(two_ranks: Ranks) -> None:
-    assert two_ranks.run(averaged, "ours") == two_ranks.run(averaged, "ours, waiting")
+    for warned, rates in two_ranks.run(warnings_of_a_scheduler, "ours"):
+        assert not warned
+        assert rates == pytest.approx([1e-2 / 2, 1e-2 / 3])
 
 
 def frozen_for_a_while(way: str) -> tuple[bool, bool, Any]:
-    scenario = Scenario({"clip": 0.75})
-    engine = scenario.engine(*WAYS[way])
+    engine = Scenario({"clip": 0.75}).engine(*WAYS[way])
     param = engine.module.dots[2].weight
 
     def run(numbers: range, frozen: tuple[int, ...] = ()) -> Tensor:
@@ -232,7 +189,7 @@ def converted() -> list[bool]:
         safe_set_full_fp32_param(param, values[name])
     found = masters(engine)
     same = len(even) > 3 and all(torch.equal(found[name], values[name]) for name in even)
-    steps(engine, 2)
+    run_steps(engine, range(2))
     end(engine)
     return [dtypes == {torch.bfloat16}, same]
 
