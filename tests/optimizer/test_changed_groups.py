@@ -150,7 +150,7 @@ FORMS: list[tuple[dict[str, Any], Change]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "change"), FORMS, ids=str)
+@pytest.mark.parametrize(("options", "change"), FORMS, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_state_of_every_form_stays(options: dict[str, Any], change: Change) -> None:
     if "accumulate_dtype" in options and not hasattr(Tensor, "grad_dtype"):
         pytest.skip("needs torch 2.10")
