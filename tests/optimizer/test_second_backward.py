@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -136,18 +134,3 @@ def test_more_gradient_after_the_boundary() -> None:
 
     stats = check_scenario(scenario)
     assert stats["buckets_undone"] > 0 and stats["buckets_stepped"] == 4
-
-
-def test_backward_over_parts_of_the_model() -> None:
-    def scenario(model: Any, optimizer: Optimizer) -> None:
-        for seed in range(6):
-            optimizer.zero_grad()
-            if seed % 3 == 1:
-                model[0](torch.ones(2, 16)).square().mean().backward()
-            elif seed % 3 == 2:
-                model[3](torch.ones(2, 48)).square().mean().backward()
-            else:
-                batch(model, seed).backward()
-            optimizer.step()
-
-    check_scenario(scenario, bucket_numel=1024)

@@ -48,19 +48,6 @@ def between(edit: Edit) -> Callable[[nn.Module, Optimizer], None]:
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_read_before_step_shows_the_last_step() -> None:
-    with pair(bucket_numel=1024) as (model, optimizer, twin, plain):
-        for seed in range(4):
-            shown = []
-            for one, its in ((model, optimizer), (twin, plain)):
-                its.zero_grad()
-                backward(one, seed)
-                shown.append([value.clone() for p in one.parameters() for value in its.state[p].values()])
-                its.step()
-            assert all(map(torch.equal, *shown))
-        assert optimizer.stats()["buckets_undone"] > 0
-
-
 def zeroed(model: nn.Module, optimizer: Optimizer) -> None:
     for param in model.parameters():
         optimizer.state[param]["exp_avg"].zero_()
