@@ -44,10 +44,8 @@ def test_the_bits_of_whole_masters_in_every_schedule() -> None:
             for step in range(10):
                 optimizer.zero_grad()
                 generator = torch.Generator().manual_seed(step)
-                products = [
-                    (p * torch.randn(p.shape, generator=generator).bfloat16()).sum() for p in model.parameters()
-                ]
-                torch.stack(products).sum().backward()
+                for param in model.parameters():
+                    (param * torch.randn(param.shape, generator=generator).bfloat16()).sum().backward()
                 optimizer.max_grad_norm = 1.0 if step % 3 == 2 else None
                 if step == 4:
                     next(model.parameters()).grad = None
@@ -116,13 +114,9 @@ def test_other_values_are_refused() -> None:
     model, threads = model_of(torch.float16), worker_threads()
     wrong: list[Any] = ["half", None, torch.bfloat16, True, ["split"]]
     for value in wrong:
-        with pytest.raises(
-            ArgumentError, match=r"master_dtype=.*expected 'fp32', or 'split' to keep the masters of bf"
-        ):
+        with pytest.raises(ArgumentError, match=r"master_dtype=.*expected 'fp32', or 'split'"):
             AdamW(model.parameters(), master_dtype=value)
-    with pytest.raises(
-        ArgumentError, match=r"master_dtype='split': .*\(0.weight is torch.float16\).*model.to\(torch.bfl"
-    ):
+    with pytest.raises(ArgumentError, match=r"master_dtype='split': .*\(0.weight is torch.float16\)"):
         AdamW(model.named_parameters(), **SPLIT)
     with pytest.raises(ValueError, match="params: empty; expected parameters to train"):
         AdamW([], **SPLIT)
