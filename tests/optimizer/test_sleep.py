@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -263,98 +264,79 @@ def test_calls_while_asleep(tmp_path: Path) -> None:
             call()
 
 
-@pytest.mark.parametrize("speculation", ["always", "never"])
-def test_a_gradient_that_arrives_while_asleep_is_stepped_after_wake(speculation: str, folder: Path | None) -> None:
-    found = []
-    for sleeps in (False, True):
-        model = model_of()
-        with optimizer_of(model, speculation=speculation) as optimizer:
-            steps(model, optimizer, count=2)
-            optimizer.zero_grad()
-            if sleeps:
-                optimizer.sleep(folder)
-            asleep = optimizer.stats()["host_bytes"]
-            batch(model, 9).backward()
-            if sleeps:
-                assert optimizer.stats()["host_bytes"] == asleep
-                assert not optimizer._engine.is_filling
-                optimizer.wake()
-            optimizer.step()
-            steps(model, optimizer, count=2)
-            found.append(optimizer.state_digests())
-    assert found[0] == found[1]
+# ---- meanwhile ------------------------------------------------------------------------------------------------------
 
 
-# ---- parameters that the user changes meanwhile ---------------------------------------------------------------------
+@contextmanager
+def asleep(optimizer: AdamW, folder: Path | None, sleeps: bool) -> Iterator[None]:
+    if sleeps:
+        optimizer.sleep(folder)
+    yield
+    if sleeps:
+        optimizer.wake()
 
 
-@pytest.mark.parametrize(("seen", "master_dtype"), [(True, "split"), (False, "fp32")])
-def test_a_write_while_asleep_counts_as_any_other(seen: bool, master_dtype: str, folder: Path | None) -> None:
-    found = []
-    for sleeps in (False, True):
-        model = model_of(torch.bfloat16)
-        with optimizer_of(model, master_dtype=master_dtype, speculation="always") as optimizer:
-            steps(model, optimizer, count=3)
-            if sleeps:
-                optimizer.sleep(folder)
-            weight = next(model.parameters())
-            with torch.no_grad():
-                (weight if seen else weight.data)[1] = 0.25
-            if sleeps:
-                optimizer.wake()
-                assert optimizer.state[weight]["master"][1].eq(0.25).all()
-            steps(model, optimizer, count=2)
-            found.append(optimizer.state_digests())
-    assert found[0] == found[1]
+def a_gradient_arrives(model: nn.Module, optimizer: AdamW, folder: Path | None, sleeps: bool) -> None:
+    optimizer.zero_grad()
+    with asleep(optimizer, folder, sleeps):
+        before = optimizer.stats()["host_bytes"]
+        batch(model, 9).backward()
+        if sleeps:
+            assert optimizer.stats()["host_bytes"] == before and not optimizer._engine.is_filling
+    optimizer.step()
 
 
-def test_parameters_may_move_away_and_return(folder: Path | None) -> None:
+def a_parameter_is_written(model: nn.Module, optimizer: AdamW, folder: Path | None, sleeps: bool) -> None:
+    weight, other, *_ = model.parameters()
+    with asleep(optimizer, folder, sleeps), torch.no_grad():
+        weight[1] = 0.25
+        other.data[1] = 0.25
+    if sleeps:
+        assert all(optimizer.state[param]["master"][1].eq(0.25).all() for param in (weight, other))
+
+
+def parameters_move_away(model: nn.Module, optimizer: AdamW, folder: Path | None, sleeps: bool) -> None:
     """Masters keep the bits that bf16 parameters lack."""
-    found = []
-    for moves in (False, True):
-        model = model_of(torch.bfloat16)
-        with optimizer_of(model, speculation="always") as optimizer:
-            steps(model, optimizer, count=3)
-            if moves:
-                optimizer.sleep(folder)
-                kept = [param.data.clone() for param in model.parameters()]
-                for param in model.parameters():
-                    param.data = torch.empty(0, dtype=param.dtype)
-                with pytest.raises(
-                    StateError, match=r"its memory was freed.*to wake it give the parameter back the device.*call wake"
-                ):
-                    optimizer.wake()
-                for param, values in zip(model.parameters(), kept, strict=True):
-                    param.data = values
+    with asleep(optimizer, folder, sleeps):
+        kept = [param.data.clone() for param in model.parameters()]
+        for param in model.parameters():
+            param.data = torch.empty(0, dtype=param.dtype)
+        if sleeps:
+            with pytest.raises(StateError, match=r"its memory was freed.*to wake it give the parameter back"):
                 optimizer.wake()
-            steps(model, optimizer, count=2)
-            found.append(optimizer.state_digests())
-    assert found[0] == found[1]
+        for param, values in zip(model.parameters(), kept, strict=True):
+            param.data = values
 
 
-# ---- memory that is refused -----------------------------------------------------------------------------------------
+def memory_is_refused(model: nn.Module, optimizer: AdamW, folder: Path | None, sleeps: bool) -> None:
+    """Where wake() brings the state to memory first, it stays there."""
+    with asleep(optimizer, None, sleeps):
+        before = optimizer.stats()["host_bytes"]
+        if sleeps:
+            optimizer.sleep(folder)
+            refusal = mock.patch("superoffload.engine.layout.shared_journals", side_effect=refused(1 << 30, "a test"))
+            with refusal, pytest.raises(HostMemoryError, match=r"wake\(\): .*still asleep"):
+                optimizer.wake()
+            assert optimizer.stats()["host_bytes"] == before
+            with pytest.raises(StateError, match="asleep"):
+                optimizer.step()
 
 
+MEANWHILE = [a_gradient_arrives, a_parameter_is_written, parameters_move_away, memory_is_refused]
+
+
+@pytest.mark.filterwarnings("ignore:superoffload. .* changed without autograd's version counters")
 @pytest.mark.parametrize("master_dtype", ["fp32", "split"])
-def test_memory_that_is_refused_at_wake_leaves_it_asleep(master_dtype: str, folder: Path | None) -> None:
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+def test_it_goes_on_as_if_it_had_been_awake(
+    meanwhile: Callable[[nn.Module, AdamW, Path | None, bool], None], master_dtype: str, folder: Path | None
+) -> None:
     found = []
-    for fails in (False, True):
+    for sleeps in (False, True):
         model = model_of(torch.bfloat16)
         with optimizer_of(model, speculation="always", master_dtype=master_dtype) as optimizer:
             steps(model, optimizer, count=3)
-            if fails:
-                optimizer.sleep()
-                asleep = optimizer.stats()["host_bytes"]
-                optimizer.sleep(folder)  # wake() brings the state to memory first
-                with (
-                    mock.patch("superoffload.engine.layout.shared_journals", side_effect=refused(1 << 30, "a test")),
-                    pytest.raises(HostMemoryError, match=r"wake\(\): .*still asleep"),
-                ):
-                    optimizer.wake()
-                assert optimizer.stats()["host_bytes"] == asleep
-                with pytest.raises(StateError, match="asleep"):
-                    optimizer.step()
-                optimizer.wake()
+            meanwhile(model, optimizer, folder, sleeps)
             steps(model, optimizer, count=2)
             found.append(optimizer.state_digests())
     assert found[0] == found[1]

@@ -266,7 +266,7 @@ def test_parameters_that_share_memory_are_refused(kind: Any) -> None:
                 optimizer.add_param_group({"params": [second]})
             assert len(optimizer.param_groups) == 1
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    apart = [nn.Parameter(memory[:4]), nn.Parameter(memory[4:].view(2, 4)), nn.Parameter(memory[4:4])]
+    apart = [nn.Parameter(memory[:4]), nn.Parameter(memory[4:].view(2, 4)), nn.Parameter(memory[2:2])]
     kind([*apart, nn.Parameter(memory[:4], requires_grad=False)])  # parts of one flat tensor
 
 
