@@ -131,6 +131,18 @@ def test_in_every_form_of_state(options: dict[str, Any]) -> None:
     check_scenario(scenario, torch.bfloat16, bucket_numel=1024, **options)
 
 
+def test_state_of_before_comes_back_with_its_mapping() -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        train(model, optimizer, range(3))
+        aside = optimizer.state
+        optimizer.state = defaultdict(dict)
+        train(model, optimizer, range(3, 5))
+        optimizer.state = aside
+        train(model, optimizer, range(5, 7))
+
+    check_scenario(scenario)
+
+
 # ---- tensors that a program keeps -----------------------------------------------------------------------------------
 
 
