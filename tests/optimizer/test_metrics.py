@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 import superoffload
-from superoffload.engine.verdict import Verdict
 from superoffload.errors import ArgumentError, SuperOffloadError
 from superoffload.metrics import GAUGES, PER_STEP, PREFIX, TOTALS, Anomalies, Limits, Monitor, as_metrics
 from tests.support.checkout import ROOT
@@ -40,10 +38,6 @@ def train_step(optimizer: superoffload.AdamW, scale: float = 1.0) -> None:
 # ---- names ----
 
 
-def test_every_total_is_explained(optimizer: superoffload.AdamW) -> None:
-    assert set(optimizer.stats()) == set(TOTALS)
-
-
 def test_documentation_has_every_name_with_its_unit() -> None:
     page = (ROOT / "docs/metrics.md").read_text()
     for name, (unit, text) in {**TOTALS, **PER_STEP}.items():
@@ -52,20 +46,14 @@ def test_documentation_has_every_name_with_its_unit() -> None:
         assert re.sub("_total$", "", rule) in {*TOTALS, *PER_STEP}, f"docs/metrics.md uses superoffload_{rule}"
 
 
-def test_totals_as_a_plain_dictionary(optimizer: superoffload.AdamW) -> None:
-    train_step(optimizer)
-    values = as_metrics(optimizer.stats())
-    assert values[PREFIX + "steps"] == 1.0 and values[PREFIX + "bytes_down"] == 3 * 4096 * 4
-    assert all(type(value) is float for value in values.values())
-    assert as_metrics({"a": float("nan"), "b": 2}) == {PREFIX + "b": 2.0}
-
-
 def test_metrics_of_a_step(optimizer: superoffload.AdamW) -> None:
     times = iter([10.0, 12.0, 12.5])
     monitor = Monitor(optimizer, clock=lambda: next(times))
+    assert PREFIX + "grad_norm" not in Monitor(optimizer).step(), "there was no step"
     train_step(optimizer)
     first = monitor.step()
-    assert set(first) == {PREFIX + name for name in {**TOTALS, **PER_STEP}}
+    assert set(first) == {PREFIX + name for name in {**TOTALS, **PER_STEP}} and set(optimizer.stats()) == set(TOTALS)
+    assert as_metrics({"a": float("nan"), "b": 2}) == {PREFIX + "b": 2.0}
     assert first[PREFIX + "step_seconds"] == 2.0
     assert first[PREFIX + "step_down_bytes_per_second"] == 3 * 4096 * 4 / 2.0
     assert first[PREFIX + "step_speculated_share"] > 0 and first[PREFIX + "clip_coefficient"] < 1.0
@@ -96,12 +84,13 @@ def test_counters_go_on_where_an_earlier_run_ended(optimizer: superoffload.AdamW
     assert empty.state_dict()["steps"] == 0
 
 
-@pytest.mark.parametrize("counters", [{"steps": -1}, {"steps": "3"}, {"steps": float("nan")}, {"steps": True}, [3]])
-def test_counters_that_cannot_be_are_refused(optimizer: superoffload.AdamW, counters: Any) -> None:
+def test_counters_that_cannot_be_are_refused(optimizer: superoffload.AdamW) -> None:
     monitor = Monitor(optimizer)
-    with pytest.raises(ArgumentError, match=r"^counters: "):
-        monitor.load_state_dict(counters)
-    assert monitor.state_dict()["steps"] == 0
+    wrong: list[Any] = [{"steps": -1}, {"steps": "3"}, {"steps": float("nan")}, {"steps": True}, [3]]
+    for counters in wrong:
+        with pytest.raises(ArgumentError, match=r"^counters: "):
+            monitor.load_state_dict(counters)
+        assert monitor.state_dict()["steps"] == 0
 
 
 # ---- anomalies ----
@@ -139,14 +128,6 @@ def test_an_anomaly_is_one_line_when_it_begins_and_one_when_it_is_over(
     assert len(caplog.messages) == 2 and caplog.messages[1].endswith(f"{name} is over")
 
 
-def test_anomalies_of_a_real_optimizer(optimizer: superoffload.AdamW, caplog: pytest.LogCaptureFixture) -> None:
-    monitor = Monitor(optimizer, rank=1)
-    for _ in range(3):
-        train_step(optimizer, float("nan"))
-        monitor.step()
-    assert any(line.startswith("rank 1: step 3: skipped steps") for line in caplog.messages)
-
-
 # ---- Prometheus ----
 
 
@@ -165,6 +146,7 @@ def test_endpoint_serves_what_the_monitor_saw(optimizer: superoffload.AdamW) -> 
         for scale in (1.0, 1.0, float("nan")):
             train_step(optimizer, scale)
             values = monitor.step()
+        assert exporter._server.server_address[0] == "127.0.0.1", "open to this machine only"
         shown = scrape(exporter.port)
         assert shown['superoffload_steps_total{rank="2"}'] == 2
         assert shown['superoffload_skipped_steps_total{rank="2"}'] == 1
@@ -179,14 +161,6 @@ def test_endpoint_serves_what_the_monitor_saw(optimizer: superoffload.AdamW) -> 
         scrape(port)
 
 
-def test_endpoint_is_open_to_this_machine_only() -> None:
-    pytest.importorskip("prometheus_client", reason="needs prometheus-client: pip install 'superoffload[metrics]'")
-    from superoffload.exporter import PrometheusExporter
-
-    with PrometheusExporter(port=0) as exporter:
-        assert exporter._server.server_address[0] == "127.0.0.1"
-
-
 def test_endpoint_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     from superoffload.exporter import PrometheusExporter
 
@@ -195,22 +169,3 @@ def test_endpoint_without_its_package_says_what_to_install(monkeypatch: pytest.M
         PrometheusExporter()
     with pytest.raises(ArgumentError, match="port=70000"):
         PrometheusExporter(port=70000)
-
-
-def test_importing_the_package_loads_neither_torch_nor_prometheus() -> None:
-    script = (
-        "import sys, superoffload, superoffload.metrics\nassert not {'torch', 'prometheus_client'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
-def test_verdict_of_no_step_is_left_out() -> None:
-    class Fresh:
-        last_verdict: Verdict | None = None
-
-        def stats(self) -> dict[str, float | int]:
-            return dict.fromkeys(TOTALS, 0)
-
-    values = Monitor(Fresh()).step()
-    assert PREFIX + "grad_norm" not in values and PREFIX + "clip_coefficient" not in values

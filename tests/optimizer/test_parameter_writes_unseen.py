@@ -19,7 +19,7 @@ from superoffload.host.bits import SumsByTorch
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.bit_compare_interval import EVERY, FIRST_STEPS, BitCompareInterval
 from superoffload.optimizer.tracked_param import Place
-from tests.support.adamw_training import DTYPES, Optimizer, batch, check_scenario, model_of, train
+from tests.support.adamw_training import Optimizer, batch, check_scenario, model_of, train
 from tests.support.rank_processes import flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:superoffload. .* changed without autograd's version counters")
@@ -29,12 +29,6 @@ def clamp(model: nn.Module) -> None:
     """As WGAN does."""
     for param in model.parameters():
         param.data.clamp_(-0.05, 0.05)
-
-
-def average(model: nn.Module) -> None:
-    """As averages of weights are swapped in."""
-    for param in model.parameters():
-        param.data.copy_(param.data * 0.75)
 
 
 def one_element(model: nn.Module) -> None:
@@ -57,11 +51,8 @@ def new_storage_twice(model: nn.Module) -> None:
         param.data = param.detach() * 0.25
 
 
-WRITES = [clamp, average, one_element, through_numpy, new_storage_twice]
-
-
 @pytest.mark.parametrize("when", ["between steps", "between backward and step", "between two backwards"])
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("write", [one_element, through_numpy, new_storage_twice])
 def test_they_are_kept(write: Callable[[nn.Module], None], when: str) -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         for _ in range(2):
@@ -83,43 +74,6 @@ def test_they_are_kept(write: Callable[[nn.Module], None], when: str) -> None:
         check_scenario(scenario, dtype, bucket_numel=1024)
 
 
-def test_in_the_middle_of_backward() -> None:
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        train(model, optimizer, range(2))
-        optimizer.zero_grad()
-        params = list(model.parameters())
-
-        def write(_: Tensor) -> None:
-            params[4].data.mul_(0.5)
-
-        handle = params[1].register_post_accumulate_grad_hook(write)
-        batch(model, 8).backward()
-        handle.remove()
-        optimizer.step()
-        train(model, optimizer, range(2))
-
-    assert check_scenario(scenario, bucket_numel=1024)["buckets_undone"] == 1
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_masters_of_what_was_not_written_are_kept(dtype: torch.dtype) -> None:
-    digests = []
-    for hidden in (True, False):
-        model = model_of(dtype)
-        with AdamW(model.parameters(), speculation="always", lr=1e-2) as optimizer:
-            for step in range(4):
-                train(model, optimizer, [step])
-                for param in model.parameters():
-                    if hidden:
-                        param.data[::2] *= 0.5
-                    else:
-                        with torch.no_grad():
-                            param[::2] *= 0.5
-            train(model, optimizer, [9])
-            digests.append(optimizer.state_digests())
-    assert digests[0] == digests[1]
-
-
 def test_one_warning_and_none_without_a_write() -> None:
     model = model_of()
     with warnings.catch_warnings(record=True) as caught, AdamW(model.parameters()) as optimizer:
@@ -136,22 +90,6 @@ def test_one_warning_and_none_without_a_write() -> None:
     (warning,) = caught
     assert "param_groups[0]['params'][0] and " in str(warning.message)
     assert "refresh_masters()" in str(warning.message)
-
-
-def test_where_warnings_are_errors_the_step_is_whole() -> None:
-    param = nn.Parameter(torch.ones(4))
-    with warnings.catch_warnings(), AdamW([param], lr=0.0) as optimizer:
-        warnings.simplefilter("error")
-        for value in (2.0, 3.0):
-            param.data.fill_(value)
-            param.grad = torch.ones(4)
-            if value == 2.0:
-                with pytest.raises(RuntimeWarning, match="changed without autograd's version counters"):
-                    optimizer.step()
-            else:
-                optimizer.step()
-            assert torch.equal(optimizer.state[param]["master"], torch.full((4,), value))
-        assert optimizer.stats()["steps"] == 2
 
 
 def test_a_frozen_parameter_and_one_without_a_gradient() -> None:
@@ -193,13 +131,8 @@ def test_another_storage_at_the_same_address_is_another_place() -> None:
         del old  # its record, too, may be where the next one is
         new = torch.frombuffer(memory, dtype=torch.float32)
         assert new.data_ptr() == address and not place.is_of(new)
-
-
-def test_a_place_knows_the_part_and_the_order() -> None:
-    memory = torch.zeros(4, 4)
-    place = Place(memory)
-    assert place.is_of(memory.detach()) and place.is_of(memory.view(4, 4))
-    assert not place.is_of(memory.t()) and not place.is_of(memory[1:])
+    place = Place(new)
+    assert place.is_of(new.view(16)) and not place.is_of(new[1:]) and not place.is_of(new.view(4, 4).t())
 
 
 def test_memory_that_a_user_lets_go_of_is_free() -> None:
@@ -214,27 +147,6 @@ def test_memory_that_a_user_lets_go_of_is_free() -> None:
 
 
 # ---- ranks --------------------------------------------------------------------------------------------------------
-
-
-def clamped_run(replicated: str, hidden: bool) -> dict[str, str]:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 4))
-    with AdamW(model.parameters(), model=model, replicated=replicated, threads=1, rank_timeout=20.0) as optimizer:
-        for step in range(4):
-            optimizer.zero_grad()
-            batch(model, step).backward()
-            optimizer.step()
-            for param in model.parameters():
-                (param.data if hidden else param.detach()).clamp_(-0.1, 0.1)
-        optimizer.zero_grad()
-        batch(model, 9).backward()
-        optimizer.step()
-        return optimizer.state_digests()
-
-
-def over_ranks() -> list[bool]:
-    kept = [clamped_run(how, True) == clamped_run(how, False) for how in ("replicate", "shard")]
-    return [*kept, sharded_run(True) == sharded_run(False)]
 
 
 def sharded_run(hidden: bool) -> dict[str, str]:
@@ -252,8 +164,12 @@ def sharded_run(hidden: bool) -> dict[str, str]:
         return optimizer.state_digests()
 
 
+def over_ranks() -> bool:
+    return sharded_run(True) == sharded_run(False)
+
+
 def test_every_rank_keeps_what_all_of_them_wrote() -> None:
-    assert on_ranks(2, over_ranks) == [[True, True, True]] * 2
+    assert on_ranks(2, over_ranks) == [True] * 2
 
 
 # ---- on a device --------------------------------------------------------------------------------------------------

@@ -25,9 +25,9 @@ def result_of(optimizer: superoffload.CPUAdamW) -> torch.Tensor:
     return torch.Tensor(optimizer.param_groups[0]["params"][0].detach())
 
 
-def test_two_hundred_have_the_threads_of_one() -> None:
+def test_fifty_have_the_threads_of_one() -> None:
     before = set(worker_threads())
-    many = [optimizer_of(70_000, threads=3) for _ in range(200)]
+    many = [optimizer_of(70_000, threads=3) for _ in range(50)]
     mine = worker_threads_when(len(before) + 2) - before
     for optimizer in many:
         optimizer.step()
@@ -40,10 +40,6 @@ def test_two_hundred_have_the_threads_of_one() -> None:
     many[-1].step()  # one that was closed has not ended the others' threads
     many[-1].close()
     assert_worker_threads(before)
-    again = optimizer_of(70_000, threads=3)
-    again.step()
-    del again
-    assert_worker_threads(before)
 
 
 def test_two_threads_of_python_step_two_at_the_same_time() -> None:
@@ -53,11 +49,11 @@ def test_two_threads_of_python_step_two_at_the_same_time() -> None:
 
     def steps(optimizer: superoffload.CPUAdamW) -> None:
         start.wait(30)
-        for _ in range(40):
+        for _ in range(20):
             optimizer.step()
 
     for optimizer in alone:
-        for _ in range(40):
+        for _ in range(20):
             optimizer.step()
     running = [threading.Thread(target=steps, args=(optimizer,)) for optimizer in together]
     for thread in running:

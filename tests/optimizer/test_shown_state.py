@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -49,19 +48,6 @@ def between(edit: Edit) -> Callable[[nn.Module, Optimizer], None]:
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_read_before_step_shows_the_last_step() -> None:
-    with pair(bucket_numel=1024) as (model, optimizer, twin, plain):
-        for seed in range(4):
-            shown = []
-            for one, its in ((model, optimizer), (twin, plain)):
-                its.zero_grad()
-                backward(one, seed)
-                shown.append([value.clone() for p in one.parameters() for value in its.state[p].values()])
-                its.step()
-            assert all(map(torch.equal, *shown))
-        assert optimizer.stats()["buckets_undone"] > 0
-
-
 def zeroed(model: nn.Module, optimizer: Optimizer) -> None:
     for param in model.parameters():
         optimizer.state[param]["exp_avg"].zero_()
@@ -97,18 +83,6 @@ def one_deleted(model: nn.Module, optimizer: Optimizer) -> None:
     del optimizer.state[first(model)]
 
 
-def one_popped(model: nn.Module, optimizer: Optimizer) -> None:
-    optimizer.state.pop(first(model))
-
-
-def one_emptied(model: nn.Module, optimizer: Optimizer) -> None:
-    optimizer.state[first(model)].clear()
-
-
-def one_replaced_by_nothing(model: nn.Module, optimizer: Optimizer) -> None:
-    optimizer.state[first(model)] = {}
-
-
 def all_replaced(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.state = defaultdict(dict)
 
@@ -127,12 +101,7 @@ def exchanged(model: Any, optimizer: Optimizer) -> None:
     optimizer.state[param], optimizer.state[other] = optimizer.state[other], optimizer.state[param]
 
 
-def taken_out_and_put_back(model: nn.Module, optimizer: Optimizer) -> None:
-    entry = optimizer.state.pop(first(model))
-    optimizer.state[first(model)] = entry
-
-
-EDITS = [
+EDITS: list[Edit] = [
     zeroed,
     scaled_view,
     written_by_numpy,
@@ -141,14 +110,11 @@ EDITS = [
     steps_assigned,
     cleared,
     one_deleted,
-    one_popped,
-    one_emptied,
-    one_replaced_by_nothing,
     all_replaced,
     one_replaced,
     exchanged,
-    taken_out_and_put_back,
 ]
+FORMS: list[dict[str, Any]] = [{"state_dtype": "bf16"}, {"state_dtype": "8bit"}, {"master_dtype": "split"}]
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -156,10 +122,13 @@ def test_an_edit_before_step_counts_as_in_torch(edit: Edit) -> None:
     assert check_scenario(between(edit), max_grad_norm=100.0, bucket_numel=1024)["buckets_committed"] > 0
 
 
-@pytest.mark.parametrize("options", [{"state_dtype": "bf16"}, {"state_dtype": "8bit"}, {"master_dtype": "split"}])
-@pytest.mark.parametrize("edit", [assigned, steps_zeroed, cleared, one_replaced, exchanged])
-def test_in_every_form_of_state(edit: Edit, options: dict[str, Any]) -> None:
-    check_scenario(between(edit), torch.bfloat16, bucket_numel=1024, **options)
+@pytest.mark.parametrize("options", FORMS, ids=str)
+def test_in_every_form_of_state(options: dict[str, Any]) -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        for edit in (assigned, one_replaced, exchanged):
+            between(edit)(model, optimizer)
+
+    check_scenario(scenario, torch.bfloat16, bucket_numel=1024, **options)
 
 
 def test_state_of_before_comes_back_with_its_mapping() -> None:
@@ -179,13 +148,8 @@ def test_state_of_before_comes_back_with_its_mapping() -> None:
 
 @pytest.mark.parametrize(
     "keep",
-    [
-        lambda tensor: tensor,
-        lambda tensor: tensor[1:],
-        lambda tensor: tensor.detach().view(-1)[3:].numpy(),
-        lambda tensor: tensor.untyped_storage(),
-    ],
-    ids=["itself", "a view", "a NumPy array", "its storage"],
+    [lambda tensor: tensor[1:], lambda tensor: tensor.detach().numpy(), lambda tensor: tensor.untyped_storage()],
+    ids=["a view", "a NumPy array", "its storage"],
 )
 def test_what_is_kept_shows_no_speculation_until_it_is_let_go(keep: Callable[[Tensor], Any]) -> None:
     with pair(bucket_numel=1024) as (model, optimizer, _, _):
@@ -234,20 +198,6 @@ def test_writes_to_kept_tensors_count_at_any_time() -> None:
         check_scenario(scenario, bucket_numel=1024)
 
 
-def test_entries_and_the_mapping_that_are_kept_are_watched() -> None:
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        train(model, optimizer, range(2))
-        mapping, entry = optimizer.state, optimizer.state[first(model)]
-        for seed in range(2, 5):
-            optimizer.zero_grad()
-            backward(model, seed)
-            entry["exp_avg"].mul_(0.5)
-            mapping[first(model)]["exp_avg_sq"].mul_(2.0)
-            optimizer.step()
-
-    assert check_scenario(scenario, bucket_numel=1024)["buckets_committed"] > 0
-
-
 # ---- what cannot be -------------------------------------------------------------------------------------------------
 
 
@@ -267,11 +217,7 @@ def half_a_step(model: nn.Module, optimizer: AdamW) -> None:
     optimizer.state[first(model)]["step"].fill_(1.5)
 
 
-def damaged(model: nn.Module, optimizer: AdamW) -> None:
-    optimizer.state[first(model)] = {**optimizer.state[first(model)], "exp_avg_sq": torch.full_like(first(model), -1.0)}
-
-
-@pytest.mark.parametrize("edit", [without_exp_avg, of_another_shape, no_mapping, half_a_step, damaged])
+@pytest.mark.parametrize("edit", [without_exp_avg, of_another_shape, no_mapping, half_a_step])
 def test_an_entry_that_is_none_is_refused_until_it_is_mended(edit: Edit, tmp_path: Path) -> None:
     with pair() as (model, optimizer, twin, plain):
         train(model, optimizer, range(2))
@@ -291,8 +237,7 @@ def test_an_entry_that_is_none_is_refused_until_it_is_mended(edit: Edit, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("exp_avg", None), ("exp_avg_sq", torch.zeros(2)), ("exp_avg", 0.0), ("step", 1.5), ("step", -1), ("step", "two")],
+    ("name", "value"), [("exp_avg", None), ("exp_avg_sq", torch.zeros(2)), ("step", -1), ("step", "two")]
 )
 def test_a_value_that_is_none_is_refused_in_step_unless_it_is_taken_back(name: str, value: Any) -> None:
     with pair() as (model, optimizer, twin, plain):
@@ -310,30 +255,27 @@ def test_a_value_that_is_none_is_refused_in_step_unless_it_is_taken_back(name: s
         assert optimizer.state_digests() == plain.state_digests()
 
 
-@pytest.mark.parametrize(
-    ("options", "name"), [({"state_dtype": "8bit"}, "exp_avg"), ({"master_dtype": "split"}, "master")]
-)
-def test_a_copy_refuses_operations_in_place(options: dict[str, Any], name: str) -> None:
-    with AdamW(model_of(torch.bfloat16).parameters(), **options) as optimizer:
-        param = optimizer.param_groups[0]["params"][0]
-        with pytest.raises(RuntimeError, match="make a clone"):
-            optimizer.state[param][name].zero_()
-        optimizer.state[param][name] = optimizer.state[param][name].clone().fill_(0.25)
-        assert optimizer.state[param][name].eq(0.25).all()
-
-
-def test_putting_a_copy_back_changes_no_bit() -> None:
+def test_copies_refuse_operations_in_place_and_putting_one_back_changes_no_bit() -> None:
     """As frameworks do that move state to another device and back."""
-    forms: list[dict[str, Any]] = [{"state_dtype": "8bit"}, {"master_dtype": "split"}, {"state_dtype": "bf16"}, {}]
-    for options in forms:
+    for options in [{}, *FORMS]:
         model = model_of(torch.bfloat16)
         with AdamW(model.parameters(), **options) as optimizer:
-            train(model, optimizer, range(2))
-            digests = optimizer.state_digests()
-            for param in model.parameters():
-                for name, value in optimizer.state[param].items():
-                    optimizer.state[param][name] = value.clone()
-            assert optimizer.state_digests() == digests
+            for step in range(3):
+                train(model, optimizer, [step])
+                digests = optimizer.state_digests()
+                for param in model.parameters():
+                    for name, value in optimizer.state[param].items():
+                        optimizer.state[param][name] = value.clone()
+                assert optimizer.state_digests() == digests
+            entry = optimizer.state[first(model)]
+            copied = (
+                "exp_avg" if options.get("state_dtype") == "8bit" else "master" if "master_dtype" in options else ""
+            )
+            if copied:
+                with pytest.raises(RuntimeError, match="make a clone"):
+                    entry[copied].zero_()
+                entry[copied] = entry[copied].clone().fill_(0.25)
+                assert entry[copied].eq(0.25).all()
 
 
 def test_nothing_is_assigned_while_state_is_in_a_file(tmp_path: Path) -> None:
@@ -349,7 +291,7 @@ def test_nothing_is_assigned_while_state_is_in_a_file(tmp_path: Path) -> None:
 # ---- saved ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("edit", [cleared, one_deleted, all_replaced, steps_zeroed, one_replaced])
+@pytest.mark.parametrize("edit", [cleared, steps_zeroed, one_replaced])
 def test_what_is_saved_after_an_edit_is_whole_and_resumes(edit: Edit, tmp_path: Path) -> None:
     with pair() as (model, optimizer, other, resumed):
         train(model, optimizer, range(2))
@@ -372,28 +314,3 @@ def test_a_write_while_a_checkpoint_is_saved_is_not_in_it(tmp_path: Path) -> Non
         saving.wait(60.0)
         checkpoints.load(tmp_path / "a", other, resumed)
         assert resumed.state_digests() == digests
-
-
-def test_copies_and_pickles_of_entries_are_dictionaries() -> None:
-    with pair() as (model, optimizer, _, _):
-        train(model, optimizer, range(2))
-        entry = optimizer.state[first(model)]
-        file = io.BytesIO()
-        torch.save(entry, file)
-        file.seek(0)
-        for copied in (copy.deepcopy(entry), copy.copy(entry), torch.load(file, weights_only=True), dict(entry)):
-            assert isinstance(copied, dict)
-            assert list(copied) == ["step", "exp_avg", "exp_avg_sq", "master"]
-            assert all(torch.equal(copied[name], entry[name]) for name in copied)
-        assert repr(entry).startswith("{'step': tensor(2.), 'exp_avg': tensor(")
-
-
-def test_a_program_keeps_what_it_puts_beside_the_state() -> None:
-    with pair() as (model, optimizer, _, _):
-        optimizer.state[first(model)]["seen"] = 3
-        train(model, optimizer, range(2))
-        assert optimizer.state_dict()["state"][0]["seen"] == 3
-        del optimizer.state[first(model)]["seen"]
-        assert "seen" not in optimizer.state[first(model)]
-        with pytest.raises(KeyError, match="seen"):
-            del optimizer.state[first(model)]["seen"]

@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 PACKAGE = str(Path(superoffload.__file__).parent)
-POINTS = int(os.environ.get("SIGNAL_POINTS", "100"))  # per test
+POINTS = int(os.environ.get("SIGNAL_POINTS", "50"))  # per test
 AGAIN = (0, 1, 3, 20)  # lines later; 0: once
 
 
@@ -160,8 +160,7 @@ def test_in_backward_and_step(trainings: Callable[..., Training], delivery: str)
         came_out += interrupted(training.disturbed, at, again)
         check_handlers()
     training.settle()
-    assert came_out > 20
-    assert training.steps > 20
+    assert came_out > POINTS / 5 and training.steps > POINTS / 5
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -239,12 +238,11 @@ def test_while_it_is_closed() -> None:
         training.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_in_a_step_of_the_kernel_alone(dtype: torch.dtype) -> None:
+def test_in_a_step_of_the_kernel_alone() -> None:
     """Before it, or after it; also the first, in which state is made."""
 
     def trained(steps: int) -> tuple[nn.Module, CPUAdamW]:
-        model = model_of(dtype)
+        model = model_of(torch.bfloat16)
         optimizer = CPUAdamW(model.parameters(), threads=1)
         for seed in range(steps):
             optimizer.zero_grad()

@@ -19,26 +19,19 @@ from torch import nn
 
 from superoffload import AdamW, checkpoints
 from superoffload.errors import ArgumentError, HostMemoryError, LostState, StateError
-from superoffload.host.memory import give_free_memory_back
 from superoffload.host.memory import refused as memory_refused
 from tests.support.adamw_training import model_of, train
-from tests.support.sleepers import optimizer_of, resident_bytes, steps
+from tests.support.sleepers import optimizer_of, steps
 
 Usage = namedtuple("Usage", ("total", "used", "free"))
 
 
-@pytest.fixture(params=["whole", "split"])
-def trained(request: pytest.FixtureRequest) -> Iterator[tuple[nn.Module, AdamW]]:
-    options = {"master_dtype": "split", "state_dtype": "8bit"} if request.param == "split" else {}
+@pytest.fixture
+def trained() -> Iterator[tuple[nn.Module, AdamW]]:
     model = model_of(torch.bfloat16)
-    with optimizer_of(model, speculation="always", **options) as optimizer:
+    with optimizer_of(model, speculation="always", master_dtype="split", state_dtype="8bit") as optimizer:
         steps(model, optimizer, count=2)
         yield model, optimizer
-
-
-def goes_on(model: nn.Module, optimizer: AdamW) -> Any:
-    steps(model, optimizer, count=2)
-    return optimizer.state_digests()
 
 
 @contextmanager
@@ -47,43 +40,27 @@ def a_failing_disk(call: str, code: int = errno.EIO) -> Iterator[None]:
         yield
 
 
-# ---- memory and disk ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("options", "per_param"), [({}, 12), ({"master_dtype": "split", "state_dtype": "bf16"}, 8)])
-def test_the_memory_of_the_state_goes_back_each_time(tmp_path: Path, options: dict[str, Any], per_param: int) -> None:
-    model = nn.ParameterList([nn.Parameter(torch.ones(1 << 22, dtype=torch.bfloat16)) for _ in range(4)])
-    numel = 1 << 24
-    with AdamW(model.parameters(), threads=2, speculation="never", **options) as optimizer:
-        for round in range(4):
-            optimizer.zero_grad()
-            torch.stack([param.float().square().sum() for param in model]).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            optimizer.sleep()
-            give_free_memory_back()
-            in_memory, counted = resident_bytes(), optimizer.stats()["host_bytes"]
-            optimizer.sleep(tmp_path)
-            given_back = in_memory - resident_bytes()
-            assert given_back > (per_param - 0.5) * numel, (round, given_back / numel)
-            assert counted - optimizer.stats()["host_bytes"] == per_param * numel
-            assert os.listdir(tmp_path) == [], "the file has no name, so that nothing is left if the process dies"
-            optimizer.wake()
-
-
 def test_the_disk_gets_its_room_back(tmp_path: Path, trained: tuple[nn.Module, AdamW]) -> None:
-    before = set(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else set()
+    """Also after writes and reads that move less than they were asked for."""
     _, optimizer = trained
-    for _ in range(3):
-        optimizer.sleep(tmp_path)
-        optimizer.wake()
+    digests = optimizer.state_digests()
+    write, read = os.pwrite, os.preadv
+    with (
+        mock.patch.object(os, "pwrite", lambda file, data, at: write(file, data[:1000], at)),
+        mock.patch.object(os, "preadv", lambda file, into, at: read(file, [into[0][:700]], at)),
+    ):
+        for _ in range(2):
+            optimizer.sleep(tmp_path)
+            file = optimizer._engine.layout.stored
+            assert file is not None
+            optimizer.wake()
+            assert file._file.closed
+    assert optimizer.state_digests() == digests
     optimizer.sleep(tmp_path)
     file = optimizer._engine.layout.stored
     assert file is not None
     optimizer.close()
     assert file._file.closed
-    after = set(os.listdir("/proc/self/fd")) if before else set()
-    assert len(after) <= len(before)
 
 
 # ---- calls ----------------------------------------------------------------------------------------------------------
@@ -124,23 +101,6 @@ def test_calls_while_the_state_is_in_a_file(tmp_path: Path, trained: tuple[nn.Mo
         optimizer.state_digests()
     with pytest.raises(StateError, match="closed"):
         optimizer.wake()
-
-
-def test_a_parameter_that_begins_to_train_meanwhile(tmp_path: Path) -> None:
-    found = []
-    for sleeps in (False, True):
-        model = model_of(torch.bfloat16)
-        first, *_ = model.parameters()
-        first.requires_grad_(False)
-        with optimizer_of(model, speculation="always") as optimizer:
-            steps(model, optimizer, count=2)
-            if sleeps:
-                optimizer.sleep(tmp_path)
-            first.requires_grad_(True)
-            if sleeps:
-                optimizer.wake()
-            found.append(goes_on(model, optimizer))
-    assert found[0] == found[1]
 
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
@@ -187,7 +147,7 @@ def test_a_write_that_fails_leaves_it_asleep_in_memory(tmp_path: Path, trained: 
     optimizer.sleep(tmp_path)
     optimizer.wake()
     assert optimizer.state_digests() == digests
-    goes_on(model, optimizer)
+    train(model, optimizer, range(1))
 
 
 def test_what_cannot_be_read_leaves_it_in_the_file(tmp_path: Path, trained: tuple[nn.Module, AdamW]) -> None:
@@ -245,17 +205,4 @@ def test_other_bytes_than_were_written_are_found(tmp_path: Path, trained: tuple[
         optimizer.wake()
     os.pwrite(handle, bytes([byte]), size - 1)
     optimizer.wake()
-    assert optimizer.state_digests() == digests
-
-
-def test_short_writes_and_reads_are_completed(tmp_path: Path, trained: tuple[nn.Module, AdamW]) -> None:
-    _, optimizer = trained
-    digests = optimizer.state_digests()
-    write, read = os.pwrite, os.preadv
-    with (
-        mock.patch.object(os, "pwrite", lambda file, data, at: write(file, data[:1000], at)),
-        mock.patch.object(os, "preadv", lambda file, into, at: read(file, [into[0][:700]], at)),
-    ):
-        optimizer.sleep(tmp_path)
-        optimizer.wake()
     assert optimizer.state_digests() == digests

@@ -2,58 +2,59 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-import superoffload
+from superoffload import AdamW
 from superoffload.errors import ArgumentError
 
+Net = torch.nn.Sequential
 
-def train(
-    speculation: str, *, seed: int = 0, steps: int = 12, clip_at: tuple[int, ...] = (4, 9), threads: int = 2
-) -> tuple[dict[str, str], superoffload.AdamW]:
+
+def model_of() -> Net:
     torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(40, 120), torch.nn.Tanh(), torch.nn.Linear(120, 40)).bfloat16()
-    optimizer = superoffload.AdamW(
-        model.parameters(), speculation=speculation, state_dtype="bf16", seed=seed, bucket_numel=2048, threads=threads
-    )
-    data = torch.Generator().manual_seed(2)
-    for step in range(steps):
+    return Net(torch.nn.Linear(40, 120), torch.nn.Tanh(), torch.nn.Linear(120, 40)).bfloat16()
+
+
+def train(speculation: str = "always", *, seed: int = 0, threads: int = 2) -> tuple[Net, AdamW]:
+    model, data = model_of(), torch.Generator().manual_seed(2)
+    options: dict[str, Any] = {"state_dtype": "bf16", "bucket_numel": 2048}
+    optimizer = AdamW(model.parameters(), speculation=speculation, seed=seed, threads=threads, **options)
+    for step in range(12):
         # Just below the norm to come: the clip shows only once most buckets were speculated.
-        optimizer.max_grad_norm = 0.9 * optimizer.grad_norm if step in clip_at else None
+        optimizer.max_grad_norm = 0.9 * optimizer.grad_norm if step in (4, 9) else None
         optimizer.zero_grad()
         model(torch.randn(16, 40, generator=data).bfloat16()).float().square().mean().backward()
         optimizer.step()
-    return optimizer.state_digests(), optimizer
+    return model, optimizer
 
 
 def test_schedule_and_threads_do_not_change_a_bit_and_the_seed_does() -> None:
-    always, optimizer = train("always")
-    stats = optimizer.stats()
+    _, optimizer = train()
+    always, stats = optimizer.state_digests(), optimizer.stats()
     assert stats["buckets_replayed"] > 0 and stats["buckets_committed"] > 0
-    assert always == train("never")[0] == train("always", threads=1)[0]
-    assert always != train("always", seed=1)[0]
+    assert always == train("never")[1].state_digests() == train(threads=1)[1].state_digests()
+    assert always != train(seed=1)[1].state_digests()
     assert all(s["exp_avg"].dtype == s["exp_avg_sq"].dtype == torch.bfloat16 for s in optimizer.state.values())
 
 
 def test_resume_is_bit_exact() -> None:
-    _, whole = train("always", steps=6, clip_at=())
-    state = whole.state_dict()
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(40, 120), torch.nn.Tanh(), torch.nn.Linear(120, 40)).bfloat16()
-    other = superoffload.AdamW(model.parameters(), state_dtype="bf16", bucket_numel=1024)
-    with torch.no_grad():
-        for mine, theirs in zip(model.parameters(), whole.param_groups[0]["params"], strict=True):
-            mine.copy_(theirs)
-    other.load_state_dict(state)
-    for optimizer in (whole, other):
-        for i, param in enumerate(optimizer.param_groups[0]["params"]):
+    first, whole = train()
+    second = model_of()
+    other = AdamW(second.parameters(), state_dtype="bf16", bucket_numel=1024)
+    second.load_state_dict(first.state_dict())
+    other.load_state_dict(whole.state_dict())
+    for model, optimizer in ((first, whole), (second, other)):
+        for i, param in enumerate(model.parameters()):
             param.grad = torch.full_like(param, 0.01 * (i + 1))
         optimizer.step()
     assert whole.state_digests() == other.state_digests()
 
 
-@pytest.mark.parametrize(("name", "value"), [("state_dtype", "fp16"), ("state_dtype", 16), ("seed", -1), ("seed", 0.5)])
-def test_bad_values_are_named(name: str, value: object) -> None:
-    with pytest.raises(ArgumentError, match=name):
-        superoffload.AdamW([torch.nn.Parameter(torch.zeros(3))], **{name: value})  # type: ignore[arg-type]
+def test_bad_values_are_named() -> None:
+    wrong: list[tuple[str, Any]] = [("state_dtype", "fp16"), ("state_dtype", 16), ("seed", -1), ("seed", 0.5)]
+    for name, value in wrong:
+        with pytest.raises(ArgumentError, match=name):
+            AdamW([torch.nn.Parameter(torch.zeros(3))], **{name: value})

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from superoffload import AdamW, checkpoints
 from superoffload.engine.bucket import Bucket
 from superoffload.engine.engine import Engine
-from superoffload.engine.tail import Tail
 from superoffload.errors import ArgumentError, StateError
 from superoffload.links.cuda.link import CudaLink
 from superoffload.optimizer import shown_state
@@ -113,28 +112,9 @@ def test_backward_in_several_threads_gives_the_bits_of_one(fake: Fake, link: str
     dtype = torch.bfloat16 if link == "device" else torch.float32
     with on_host():
         expected = digests("never", one_by_one, dtype, fake)
-    for seed in range(6):
-        with switching(seed), on_fake_device(fake) if link == "device" else nullcontext():
-            assert digests("adaptive" if seed == 5 else "always", together, dtype, fake) == expected, seed
-
-
-def test_threads_that_share_parameters_add_up() -> None:
-    """Two of them: their sum does not depend on their order."""
-
-    def trained(mode: str, run: Run) -> dict[str, str]:
-        model = model_of()
-        with AdamW(model.parameters(), speculation=mode, bucket_numel=1024, threads=2) as optimizer:
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                losses = [batch(model, 10 * step + i) for i in range(2)]
-                assert not run(lambda i, losses=losses: losses[i].backward(), 2)  # type: ignore[misc]
-                optimizer.step()
-            return optimizer.state_digests()
-
-    expected = trained("never", one_by_one)
     for seed in range(4):
-        with switching(seed):
-            assert trained("always", together) == expected, seed
+        with switching(seed), on_fake_device(fake) if link == "device" else nullcontext():
+            assert digests("adaptive" if seed == 3 else "always", together, dtype, fake) == expected, seed
 
 
 def test_an_error_that_was_lost_with_its_thread_is_raised_by_step() -> None:
@@ -222,14 +202,14 @@ def test_the_state_beside_a_backward_is_that_of_the_last_step(tmp_path: Path) ->
         optimizer.zero_grad()
         digest, state = optimizer.state_digests(), optimizer.state_dict()["state"]
         with switching(0), backward_beside(model) as lost:
-            for i in range(8):
+            for i in range(4):
                 found = optimizer.state_dict()["state"]
                 for position, values in state.items():
                     assert all(torch.equal(found[position][name], value) for name, value in values.items())
                 checkpoints.save(tmp_path / str(i), model, optimizer)
         assert not lost
         assert optimizer.state_digests() == digest
-        saved = [model_of(seed=5) for _ in range(8)]
+        saved = [model_of(seed=5) for _ in range(4)]
         for i, other in enumerate(saved):
             with AdamW(other.parameters(), threads=1) as loaded:
                 checkpoints.load(tmp_path / str(i), other, loaded)
@@ -250,39 +230,6 @@ def test_steps_and_the_end_beside_a_backward() -> None:
     assert not lost
     assert optimizer.state_digests() == state
     check_counters(optimizer)
-
-
-def test_readers_wait_for_a_delivery_that_another_thread_has_begun() -> None:
-    model = model_of()
-    with AdamW(model.parameters(), delivery="on_demand", module=model, speculation="never", threads=1) as optimizer:
-        for step in range(3):
-            optimizer.zero_grad()
-            batch(model, step).backward()
-            optimizer.step()
-        original = Tail.deliver
-        seen: list[Tensor] = []
-
-        def deliver(tail: Tail, *args: Any) -> None:
-            time.sleep(0.02)
-            original(tail, *args)
-
-        with mock.patch.object(Tail, "deliver", deliver), torch.no_grad():
-            assert not together(lambda i: seen.append(batch(model, 7)))
-            assert len({float(loss) for loss in [*seen, batch(model, 7)]}) == 1
-
-
-def test_accumulating_ends_with_the_last_context_in_whatever_order_threads_leave_theirs() -> None:
-    model = model_of()
-    with AdamW(model.parameters(), speculation="always", threads=1) as optimizer:
-        first, second = optimizer.accumulate(), optimizer.accumulate()
-        first.__enter__()
-        second.__enter__()
-        first.__exit__(None, None, None)
-        batch(model, 0).backward()
-        assert optimizer.stats()["buckets_speculated"] == 0
-        second.__exit__(None, None, None)
-        batch(model, 1).backward()
-        assert optimizer.stats()["buckets_speculated"] == 1
 
 
 FORKED = """

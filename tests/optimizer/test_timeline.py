@@ -81,8 +81,10 @@ def test_every_lane_and_fate(tmp_path: Path) -> None:
 
 
 def test_work_is_where_it_happened(tmp_path: Path) -> None:
+    """Two rows of a lane are drawn above each other; within one, viewers expect events to be nested or apart."""
     run_every_fate(tmp_path / "t.json")
-    events = steps_of(tmp_path / "t.json")[1]
+    steps = steps_of(tmp_path / "t.json")
+    events = steps[1]
     forward, back, step = in_lane(events, COMPUTE)
     assert forward["ts"] <= back["ts"] <= back["ts"] + back["dur"] <= step["ts"] + 1
     for work in in_lane(events, PROCESSORS):
@@ -91,15 +93,9 @@ def test_work_is_where_it_happened(tmp_path: Path) -> None:
         (up,) = (event for event in in_lane(events, UP) if event["args"]["bucket"] == number)
         assert pack["ts"] <= work["ts"] and work["ts"] + work["dur"] <= up["ts"] + 1
         assert back["ts"] <= work["ts"] <= step["ts"] + step["dur"]
-
-
-def test_rows_do_not_overlap(tmp_path: Path) -> None:
-    """Two rows of a lane are drawn above each other; within one, viewers expect events to be nested or apart."""
-    run_every_fate(tmp_path / "t.json")
     rows: dict[int, list[tuple[float, float]]] = {}
-    for events in steps_of(tmp_path / "t.json").values():
-        for event in in_lane(events, PROCESSORS):
-            rows.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    for event in (event for events in steps.values() for event in in_lane(events, PROCESSORS)):
+        rows.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
     for times in rows.values():
         for (_, end), (begin, _) in zip(sorted(times), sorted(times)[1:], strict=False):
             assert end <= begin + 0.002  # microseconds are rounded
@@ -124,19 +120,6 @@ def test_work_that_ends_while_it_is_looked_at_is_not_lost(tmp_path: Path) -> Non
     assert len(steps) == 3 * 3
 
 
-def test_tracing_changes_no_bit(tmp_path: Path) -> None:
-    digests = []
-    for trace in (None, tmp_path / "t.json"):
-        params, optimizer = make(trace, max_grad_norm=30.0)
-        for scale in (1.0, 0.1, 2.0):
-            backward(params, scale)
-            optimizer.step()
-            optimizer.zero_grad()
-        digests.append(optimizer.state_digests())
-        optimizer.close()
-    assert digests[0] == digests[1]
-
-
 def test_without_a_trace_nothing_is_in_the_way() -> None:
     _, optimizer = make()
     assert type(optimizer._engine.link) is HostLink and type(optimizer._engine.pool) is _native.WorkerPool
@@ -145,23 +128,16 @@ def test_without_a_trace_nothing_is_in_the_way() -> None:
 
 
 def test_trace_of_a_killed_program_can_be_read(tmp_path: Path) -> None:
+    """Here of one step with a second backward, which undoes the first."""
     params, optimizer = make(tmp_path / "t.json")
+    backward(params)
     backward(params)
     optimizer.step()
     events = read_trace(tmp_path / "t.json")  # not closed yet
-    assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {1}
     optimizer.close()
     assert read_trace(tmp_path / "t.json") == events == json.loads((tmp_path / "t.json").read_text())
-
-
-def test_undone_by_a_second_backward(tmp_path: Path) -> None:
-    params, optimizer = make(tmp_path / "t.json")
-    backward(params)
-    backward(params)
-    optimizer.step()
-    optimizer.close()
-    (events,) = steps_of(tmp_path / "t.json").values()
-    verbs = [event["name"].split()[2].rstrip(":") for event in in_lane(events, PROCESSORS)]
+    (step,) = steps_of(tmp_path / "t.json").values()
+    verbs = [event["name"].split()[2].rstrip(":") for event in in_lane(step, PROCESSORS)]
     assert verbs.count("undo") == BUCKETS and verbs.count("speculate") == 2 * BUCKETS
 
 
@@ -218,13 +194,10 @@ def test_parameters_that_take_the_place_of_others_are_recorded(tmp_path: Path) -
     assert all(in_lane(events, PROCESSORS) and in_lane(events, DOWN) for events in steps.values())
 
 
-def test_unwritable_path_is_refused() -> None:
+def test_unwritable_paths_and_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"trace=/no/such/folder/t\.json: the file cannot be written"):
         make(Path("/no/such/folder/t.json"))
-
-
-@pytest.mark.parametrize("text", ["hello", "{}", '{"a": 1}]'])
-def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "x").write_text(text)
-    with pytest.raises(ArgumentError, match="not a trace"):
-        read_trace(tmp_path / "x")
+    for text in ("hello", "{}", '{"a": 1}]'):
+        (tmp_path / "x").write_text(text)
+        with pytest.raises(ArgumentError, match="not a trace"):
+            read_trace(tmp_path / "x")

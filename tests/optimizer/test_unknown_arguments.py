@@ -32,15 +32,13 @@ def test_what_torch_does_by_default_may_be_said_by_name(optimizer: Any) -> None:
             made.close()
 
 
-@pytest.mark.parametrize("optimizer", BOTH)
-@pytest.mark.parametrize("name", ["foreach", "fused"])
+@pytest.mark.parametrize(("optimizer", "name"), [(superoffload.AdamW, "foreach"), (superoffload.CPUAdamW, "fused")])
 def test_torchs_loops_may_be_chosen_and_change_nothing(optimizer: Any, name: str) -> None:
     value: Any
     for value in (True, False, None):
-        made = optimizer([{"params": params(), name: value}], **{name: value})
-        made.param_groups[0][name] = True
-        stepped(made)
-        made.close()
+        with closing(optimizer([{"params": params(), name: value}], **{name: value})) as made:
+            made.param_groups[0][name] = True
+            stepped(made)
     for value in (1, "yes"):
         with pytest.raises(UnknownArgument, match=rf"{name}={value!r}: no such argument; it chooses torch's loop"):
             optimizer(params(), **{name: value})
@@ -83,7 +81,8 @@ def _refuses(optimizer: Any, asked: dict[str, Any], why: str, **arguments: Any) 
 
 
 @pytest.mark.parametrize("optimizer", BOTH)
-def test_the_other_kind_of_weight_decay_is_refused(optimizer: Any) -> None:
+def test_the_other_kind_of_weight_decay_and_what_is_no_truth_value_are_refused(optimizer: Any) -> None:
+    _refuses(optimizer, {"params": params(), "maximize": 1}, "maximize=1: expected True or False")
     why = r"decoupled_weight_decay=False, so it is of Adam with an L2 penalty, and this optimizer is AdamW"
     _refuses(optimizer, {"params": params(), "decoupled_weight_decay": False}, why)
     optimizer([{"params": params(), "decoupled_weight_decay": False, "weight_decay": 0.0}]).close()
@@ -92,13 +91,7 @@ def test_the_other_kind_of_weight_decay_is_refused(optimizer: Any) -> None:
         _refuses(optimizer, {"params": params(), "decoupled_weight_decay": True}, why, l2=True)
 
 
-@pytest.mark.parametrize("optimizer", BOTH)
-def test_maximize_is_a_truth_value(optimizer: Any) -> None:
-    _refuses(optimizer, {"params": params(), "maximize": 1}, "maximize=1: expected True or False")
-
-
-@pytest.mark.parametrize("optimizer", BOTH)
-@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize(("optimizer", "maximize"), [(superoffload.AdamW, True), (superoffload.CPUAdamW, False)])
 def test_state_of_torchs_fused_optimizer_loads(optimizer: Any, maximize: bool) -> None:
     theirs = params()
     stock = torch.optim.AdamW(theirs, fused=True, maximize=maximize)
@@ -136,49 +129,40 @@ WRONG: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_params_of_a_wrong_type_are_a_type_error_as_in_torch(what: str) -> None:
-    with pytest.raises(TypeError):
-        torch.optim.AdamW(WRONG[what])
-    for optimizer in BOTH:
-        with pytest.raises(WrongType, match=r"expected") as caught:
-            optimizer(WRONG[what])
-        assert isinstance(caught.value, TypeError) and isinstance(caught.value, ValueError)
-
-
-def test_a_wrong_value_is_no_type_error() -> None:
-    for wrong in ([], [torch.zeros(4) * params()[0]], [("a", params()[0]), params()[0]]):
+def test_params_of_a_wrong_type_are_a_type_error_as_in_torch_and_wrong_values_are_not() -> None:
+    for what, wrong in WRONG.items():
+        with pytest.raises(TypeError):
+            torch.optim.AdamW(wrong)
         for optimizer in BOTH:
-            with pytest.raises(ArgumentError) as caught:
+            with pytest.raises(WrongType, match=r"expected") as caught:
                 optimizer(wrong)
-            assert not isinstance(caught.value, TypeError)
+            assert isinstance(caught.value, TypeError) and isinstance(caught.value, ValueError), what
+    for values in ([], [torch.zeros(4) * params()[0]], [("a", params()[0]), params()[0]]):
+        for optimizer in BOTH:
+            with pytest.raises(ArgumentError) as refused:
+                optimizer(values)
+            assert not isinstance(refused.value, TypeError)
 
 
-CLIPPING = ["grad_clip", "max_norm", "clip_grad_norm", "gradient_clipping", "clip_grad", "gradient_clip_val", "clip",
-            "clip_norm", "max_gradient_norm", "grad_norm", "max_grad_norms"]  # fmt: skip
+CLIPPING = ["grad_clip", "max_norm", "clip_grad_norm", "gradient_clipping", "clip", "max_gradient_norm", "grad_norm"]
+NEAREST = {
+    "weightdecay": "weight_decay",
+    "beta1": "betas",
+    "epsilon": "eps",
+    "num_threads": "threads",
+    "keep_grad": "keep_grads",
+}
 
 
-@pytest.mark.parametrize("name", CLIPPING)
-def test_every_name_of_clipping_leads_to_max_grad_norm(name: str) -> None:
-    with pytest.raises(UnknownArgument, match=rf"^{name}=1.5: no such argument; did you mean max_grad_norm, "):
-        superoffload.AdamW(params(), **{name: 1.5})  # type: ignore[arg-type]
-    with pytest.raises(UnknownArgument, match=r"this one does not clip: call torch.nn.utils.clip_grad_norm_"):
-        superoffload.CPUAdamW(params(), **{name: 1.5})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "name, meant",
-    [
-        ("weightdecay", "weight_decay"),
-        ("beta1", "betas"),
-        ("epsilon", "eps"),
-        ("num_threads", "threads"),
-        ("keep_grad", "keep_grads"),
-    ],
-)
-def test_the_nearest_argument_is_named(name: str, meant: str) -> None:
-    with pytest.raises(UnknownArgument, match=rf"{name}=3: no such argument; did you mean {meant}\?"):
-        superoffload.AdamW(params(), **{name: 3})  # type: ignore[arg-type]
+def test_the_argument_that_was_meant_is_named() -> None:
+    for name in CLIPPING:
+        with pytest.raises(UnknownArgument, match=rf"^{name}=1.5: no such argument; did you mean max_grad_norm, "):
+            superoffload.AdamW(params(), **{name: 1.5})  # type: ignore[arg-type]
+        with pytest.raises(UnknownArgument, match=r"this one does not clip: call torch.nn.utils.clip_grad_norm_"):
+            superoffload.CPUAdamW(params(), **{name: 1.5})  # type: ignore[arg-type]
+    for name, meant in NEAREST.items():
+        with pytest.raises(UnknownArgument, match=rf"{name}=3: no such argument; did you mean {meant}\?"):
+            superoffload.AdamW(params(), **{name: 3})  # type: ignore[arg-type]
 
 
 def test_the_error_is_of_both_kinds_and_lists_everything() -> None:

@@ -29,22 +29,14 @@ from tests.support.over_stand_in import SLOWER, only_over_stand_in
 from tests.support.schedulers import SCHEDULERS
 
 
-def test_every_scheduler_of_torch_is_here() -> None:
-    public = {
-        name
-        for name in lr_scheduler.__all__
-        if isinstance(getattr(lr_scheduler, name), type) and name not in ("LRScheduler", "_LRScheduler")
-    }
-    assert public <= set(SCHEDULERS)
-
-
 @compat("every scheduler of torch.optim.lr_scheduler", "single", "stand_in")
 @compat("lr changed between backward and step()", "single", "stand_in")
 @only_over_stand_in(name=("StepLR", "OneCycleLR"))
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # on purpose
-@pytest.mark.parametrize("when", ["after step", "between backward and step"])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_of_torch(name: str, when: str) -> None:
+def test_schedulers_of_torch(name: str) -> None:
+    """Each steps behind step() and, later, between backward and step()."""
+
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         scheduler = SCHEDULERS[name](optimizer)
         for seed in range(6):
@@ -52,19 +44,20 @@ def test_schedulers_of_torch(name: str, when: str) -> None:
             loss = batch(model, seed)
             loss.backward()
             arguments = (1.0,) if name == "ReduceLROnPlateau" else ()
-            if when == "after step":
+            if seed < 3:
                 optimizer.step()
             scheduler.step(*arguments)
-            if when != "after step":
+            if seed >= 3:
                 optimizer.step()
 
     check_scenario(scenario)
+    public = {name for name in lr_scheduler.__all__ if isinstance(getattr(lr_scheduler, name), type)}
+    assert public - {"LRScheduler", "_LRScheduler"} <= set(SCHEDULERS)
 
 
 @compat("plain loss scaling: scaled loss, gradients divided before step()", "single")
 @compat("plain loss scaling: scaled loss, gradients divided before step()", "stand_in", note=SLOWER)
-@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
-def test_loss_scaled_by_hand(max_grad_norm: float | None) -> None:
+def test_loss_scaled_by_hand() -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         for seed in range(4):
             optimizer.zero_grad()
@@ -74,7 +67,7 @@ def test_loss_scaled_by_hand(max_grad_norm: float | None) -> None:
                 param.grad.div_(4096.0)
             optimizer.step()
 
-    check_scenario(scenario, max_grad_norm=max_grad_norm)
+    check_scenario(scenario, max_grad_norm=0.5)
 
 
 @compat("autocast", "single", "stand_in")
@@ -185,8 +178,7 @@ def test_hooks_of_parameters() -> None:
 
 @compat("clip_grad_norm_ by the user after backward", "single")
 @compat("clip_grad_norm_ by the user after backward", "stand_in", note=SLOWER)
-@pytest.mark.parametrize("also_ours", [None, 0.02])
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(("foreach", "also_ours"), [(False, 0.02), (True, None)])
 def test_clipping_by_hand(foreach: bool, also_ours: float | None) -> None:
     """Whether the clip changes a gradient or, the norm being small, multiplies it by 1."""
 
@@ -200,21 +192,6 @@ def test_clipping_by_hand(foreach: bool, also_ours: float | None) -> None:
             optimizer.step()
 
     check_scenario(scenario, max_grad_norm=also_ours)
-
-
-@compat("clip_grad_norm_ by the user after backward", "single")
-@compat("clip_grad_norm_ by the user after backward", "stand_in", note=SLOWER)
-def test_clipping_by_a_norm_that_was_computed_apart() -> None:
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        for seed in range(4):
-            optimizer.zero_grad()
-            batch(model, seed).backward()
-            params = list(model.parameters())
-            norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-            nn.utils.clip_grads_with_norm_(params, 0.1, norm)
-            optimizer.step()
-
-    check_scenario(scenario)
 
 
 def test_an_empty_param_group() -> None:
