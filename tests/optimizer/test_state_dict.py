@@ -77,9 +77,14 @@ def test_saved_between_backward_and_step() -> None:
         train(model, optimizer, range(3))
         train(twin, plain, range(3))
         expected = saved_and_read(optimizer.state_dict())
+        digests = optimizer.state_digests()
         for one, its in ((model, optimizer), (twin, plain)):
             its.zero_grad()
             batch(one, 5).backward()
+        for bucket in optimizer._engine.buckets:
+            assert bucket.running is not None
+            bucket.running.wait()
+        assert optimizer.state_digests() == digests
         state = optimizer.state_dict()
         assert_same_state(state, expected)
         optimizer.step()
