@@ -83,6 +83,8 @@ def away_from_the_reference(seed: int) -> list[str]:
     moments = [[np.zeros(eight_bit.stored_size(shard.numel), np.uint8) for _ in range(2)] for shard in shards]
     assert [shard.noise_stream for shard in shards] == [noise_stream(seed, shard.name) for shard in shards]
     assert len({shard.noise_stream for shard in shards}) == len(shards)
+    rank = torch.distributed.get_rank()
+    assert [shard.offset for shard in shards] == [rank * partition.padded.numel() for partition in partitions]
     wrong: list[str] = []
 
     def compare(step: int) -> None:

@@ -15,7 +15,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "8bit": {"state_dtype": "8bit"},
     "8bit+split": {"state_dtype": "8bit", "master_dtype": "split"},
 }
-LEAN = ("split", "bf16", "8bit", "8bit+split")
 
 
 def engine_with(scenario: Scenario, form: dict[str, Any], **options: Any) -> Any:
