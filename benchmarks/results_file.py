@@ -25,11 +25,15 @@ def as_text(values: Mapping[str, Any]) -> str:
 
 
 def write_results(path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
-    """Writes the file whole or not at all, even if the process ends."""
-    new = Path(path).with_suffix(".new")
+    """Writes a file whole or not at all, even if the process ends; a link or a device is written through."""
+    target, text = Path(path), as_text(values)
     with naming_write_errors(path):
-        new.write_text(as_text(values), encoding="utf-8")
-        os.replace(new, path)
+        if target.is_symlink() or (target.exists() and not target.is_file()):
+            target.write_text(text, encoding="utf-8")
+            return
+        new = target.with_name(f"{target.name}.new")
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, target)
 
 
 def write_rows(path: Path | None, rows: Sequence[dict[str, Any]], **facts: Any) -> None:

@@ -113,18 +113,25 @@ def _check(args: argparse.Namespace) -> None:
         raise ArgumentError(f"plot={args.plot}: expected --report JSON beside it, whose rows are drawn")
     if args.capped and not (args.contestants or args.tokens):
         raise ArgumentError("capped: expected --contestants or --tokens beside it; the third slot has capped rows")
+    if args.ranks and (args.slot != "superchip" or min(args.ranks) < 1):
+        raise ArgumentError(f"ranks={args.ranks}: expected numbers of GPUs from 1 on, with --slot superchip")
+    if args.slot == "superchip" and (args.tokens or args.capped):
+        raise ArgumentError(
+            "slot=superchip: its rows have tokens of their own; leave out --tokens and --capped"
+        )
     if args.device == "stand-in" and not args.toy:
         raise ArgumentError("device=stand-in: it shows that the suite works and no times; add --toy")
 
 
 def _plan(args: argparse.Namespace) -> Any:
     from benchmarks.gpu_suite.contestants import CONTESTANTS
-    from benchmarks.gpu_suite.rows import Plan
+    from benchmarks.gpu_suite.rows import PUBLISHED, Plan
     from benchmarks.gpu_suite.settings import FULL, TOY
 
-    unknown = [name for name in args.contestants or () if name not in CONTESTANTS]
+    known = PUBLISHED if args.slot == "superchip" else tuple(CONTESTANTS)  # the others train on one GPU each
+    unknown = [name for name in args.contestants or () if name not in known]
     if unknown:
-        raise ArgumentError(f"contestants={unknown[0]}: expected some of {', '.join(CONTESTANTS)}")
+        raise ArgumentError(f"contestants={unknown[0]}: expected some of {', '.join(known)}")
     return Plan(
         device=args.device,
         size=TOY if args.toy else FULL,

@@ -144,7 +144,9 @@ def do_alone(what: str, model: Net, optimizer: AdamW) -> None:
     elif what == "add_param_group":
         optimizer.add_param_group({"params": [torch.nn.Parameter(local_of(model.frozen.weight).clone())]})
     elif what == "skip step":
-        optimizer._ranks.session.begin()  # type: ignore[union-attr]
+        session = optimizer._ranks.session
+        assert session is not None
+        session.begin()
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def by_lightning(folder: str, mode: str) -> Any:
                 cut(self.net, self.device_mesh["tensor_parallel"])
             self.net = shard(self.net, self.device_mesh["data_parallel"])
 
-        def training_step(self, batch: Tensor, index: int) -> Tensor:
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
             return loss_of(self.net, index)
 
         def configure_optimizers(self) -> Any:
@@ -154,7 +154,7 @@ def by_lightning(folder: str, mode: str) -> Any:
             plugins=[TorchElasticEnvironment()], use_distributed_sampler=False,
             strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=dist.get_world_size() // 2),
         )  # fmt: skip
-        trainer.fit(module, torch.utils.data.DataLoader(torch.arange(5), batch_size=1))  # type: ignore[arg-type]
+        trainer.fit(module, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(5)), batch_size=1))
     found = wholes_of(module.net), module.made.state_digests()
     module.made.close()
     return found

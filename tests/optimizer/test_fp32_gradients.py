@@ -290,6 +290,6 @@ def test_the_kernel_alone_takes_them_too() -> None:
     expected = trained(declared, _plain, torch.bfloat16)
     model = model_of(torch.bfloat16)
     declared(model)
-    steps(model, CPUAdamW(model.parameters(), lr=1e-2))  # type: ignore[arg-type]  # is used like ours
+    steps(model, CPUAdamW(model.parameters(), lr=1e-2))
     for param, state in zip(model.parameters(), expected.state.values(), strict=True):
         assert torch.equal(param, state["master"].bfloat16())

@@ -155,14 +155,17 @@ NEAREST = {
 
 
 def test_the_argument_that_was_meant_is_named() -> None:
+    given: dict[str, Any]
     for name in CLIPPING:
+        given = {name: 1.5}
         with pytest.raises(UnknownArgument, match=rf"^{name}=1.5: no such argument; did you mean max_grad_norm, "):
-            superoffload.AdamW(params(), **{name: 1.5})  # type: ignore[arg-type]
+            superoffload.AdamW(params(), **given)
         with pytest.raises(UnknownArgument, match=r"this one does not clip: call torch.nn.utils.clip_grad_norm_"):
-            superoffload.CPUAdamW(params(), **{name: 1.5})  # type: ignore[arg-type]
+            superoffload.CPUAdamW(params(), **given)
     for name, meant in NEAREST.items():
+        given = {name: 3}
         with pytest.raises(UnknownArgument, match=rf"{name}=3: no such argument; did you mean {meant}\?"):
-            superoffload.AdamW(params(), **{name: 3})  # type: ignore[arg-type]
+            superoffload.AdamW(params(), **given)
 
 
 def test_the_error_is_of_both_kinds_and_lists_everything() -> None:

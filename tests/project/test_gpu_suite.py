@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from benchmarks.gpu_suite.settings import FULL, TOY, TrainRow, parameters_of, tr
 from benchmarks.gpu_suite.table import short_table, table
 from benchmarks.jobs import Job, check_keys, plain
 from benchmarks.planned_and_published import HIDDEN_SIZES, PARAMETERS_WITHOUT_EMBEDDINGS
+from benchmarks.results_file import write_results
 from superoffload import _native
 from superoffload.host.environment import DEVICE_TIMEOUT
 from tests.support.checkout import ROOT
@@ -257,8 +259,30 @@ def test_what_counts_as_a_failure() -> None:
         ("--device cpu --toy --contestants no-such", "contestants=no-such: expected some of"),
         ("--device cpu --toy --tokens 33", "tokens=33: expected a multiple of 32"),
         ("--device cpu --toy --time-limit 0", "time_limit=0.0: expected a positive number"),
+        ("--device cpu --toy --ranks 2", "ranks=[2]: expected numbers of GPUs from 1 on, with --slot superchip"),
+        ("--device cpu --toy --slot superchip --ranks 0", "ranks=[0]: expected numbers of GPUs from 1 on"),
+        ("--device cpu --toy --slot superchip --tokens 64", "slot=superchip: its rows have tokens"),
+        ("--device cpu --toy --slot superchip --contestants ours", "contestants=ours: expected some of ours, FSDP2, "),
     ],
 )
 def test_bad_arguments(arguments: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--out", str(tmp_path), *arguments.split()]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["a file", "a link", "a pipe"])
+def test_results_are_written_where_they_are_wanted(place: str, tmp_path: Path) -> None:
+    path, target = tmp_path / "found.json", tmp_path / "target"
+    target.write_text("old")
+    if place == "a link":
+        path.symlink_to(target)
+    if place == "a pipe":
+        os.mkfifo(path)
+    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if place == "a pipe" else None
+    write_results(path, {"rows": [{"a": 1}, {"a": 2}]})
+    text = path.read_text() if reading is None else os.read(reading, 1000).decode()
+    assert json.loads(text) == {"rows": [{"a": 1}, {"a": 2}]} and text.count("\n") == 6
+    assert path.is_symlink() == (place == "a link") and path.is_fifo() == (place == "a pipe")
+    assert {each.name for each in tmp_path.iterdir()} == {"found.json", "target"}
+    if reading is not None:
+        os.close(reading)

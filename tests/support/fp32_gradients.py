@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from tests.support.adamw_training import Optimizer, model_of
+from tests.support.adamw_training import model_of
 
 Source = Callable[[nn.Module], None]
 
@@ -138,7 +138,7 @@ def trained(source: Source, code: Callable[[nn.Module, Any], None], dtype: torch
     return optimizer
 
 
-def steps(model: nn.Module, optimizer: Optimizer, seeds: range = range(4)) -> None:
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range = range(4)) -> None:
     for seed in seeds:
         optimizer.zero_grad()
         precise_loss(model, seed).backward()

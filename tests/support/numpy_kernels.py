@@ -6,7 +6,6 @@ bfloat16 has no NumPy type: such arrays are ``uint16`` bit patterns. The arithme
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from superoffload import _native
 from superoffload.errors import ArgumentError
 from superoffload.kernels import BLOCK, MOMENT_BLOCK
+from tests.support.reference.adam import Hyper as Hyper
 
 _TYPES = {
     np.dtype(np.float32): _native.ElementType.f32,
@@ -29,20 +29,6 @@ _MOMENT_TYPES = {
     np.dtype(np.uint16): _native.ElementType.bf16,
     np.dtype(np.uint8): _native.ElementType.q8,
 }
-
-
-@dataclass(frozen=True)
-class Hyper:
-    """Holds what one step of one bucket freezes. ``gradient_factor`` is unscale x clip; ``l2`` is Adam, not AdamW."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
-    gradient_factor: float = 1.0
-    l2: bool = False
 
 
 _AnyArray = Array | Moment | NDArray[np.int16]

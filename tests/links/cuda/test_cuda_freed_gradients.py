@@ -124,8 +124,9 @@ def test_a_placeholder_is_of_the_dtype_that_its_gradient_may_have(fake: Fake) ->
         packed: Any = packed_in(param.grad)
         assert packed.in_memory is None and packed.shape == param.shape
     for param in others:
+        assert param.grad is not None
         with pytest.raises(StateError, match="its optimizer is closed"):
-            param.grad.norm()  # type: ignore[union-attr]  # that is asserted above
+            param.grad.norm()
     assert first.grad is not None and not first.grad.any(), "it was set to zero, which needs no optimizer"
 
 
