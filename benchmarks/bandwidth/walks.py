@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.sources import ROOT, digest_of
+from superoffload.errors import SuperOffloadError
 
 SOURCES = "benchmarks/bandwidth"
 # Wider loops carry their instruction set themselves, so the library runs on every processor of the architecture.
@@ -56,7 +57,13 @@ def compile_to(path: Path, *flags: str) -> None:
     sources = [str(ROOT / SOURCES / name) for name in ("loops.cpp", "traversal.cpp")]
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder, path.name)
-        subprocess.run([*compiler, *_FLAGS.split(), *flags, *sources, "-o", str(made)], check=True)
+        command = [*compiler, *_FLAGS.split(), *flags, *sources, "-o", str(made)]
+        try:
+            subprocess.run(command, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise SuperOffloadError(
+                f"memory's limit cannot be measured: {error}; install a C++17 compiler, or name one in CXX"
+            ) from error
         os.replace(made, path)
 
 

@@ -116,9 +116,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.ranks and (args.slot != "superchip" or min(args.ranks) < 1):
         raise ArgumentError(f"ranks={args.ranks}: expected numbers of GPUs from 1 on, with --slot superchip")
     if args.slot == "superchip" and (args.tokens or args.capped):
-        raise ArgumentError(
-            "slot=superchip: its rows have tokens of their own; leave out --tokens and --capped"
-        )
+        raise ArgumentError("slot=superchip: its rows have tokens of their own; leave out --tokens and --capped")
     if args.device == "stand-in" and not args.toy:
         raise ArgumentError("device=stand-in: it shows that the suite works and no times; add --toy")
 
