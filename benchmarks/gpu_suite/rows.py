@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -39,6 +40,10 @@ from superoffload.host.environment import DEVICE_TIMEOUT
 from superoffload.host.processors import allowed_cpus
 
 SMOKE, SANITIZED, TESTS, DEEPSPEED_KERNEL = "smoke", "smoke, compute-sanitizer", "tests", "DeepSpeed's kernel"
+
+# Hugging Face Trainer: without an optimizer's work; the same job as ours, on the device; ours.
+TRAINER_WAYS = ("sgd without state", "adamw_torch_fused, fp32 parameters", "ours")
+TRAINER_MICRO_BATCHES = 4
 
 # Each is compared with a synchronous, eager run without delays.
 RACES = (("always", "eager"), ("always", "on_demand"), ("adaptive", "eager"), ("never", "eager"))
@@ -153,6 +158,8 @@ def _third(plan: Plan) -> list[Job]:
     return [
         *_train_jobs(plan, _OURS, size.tokens[:1]),
         _adam_by_threads(plan),
+        _streamed_state(plan),
+        *(_trainer_job(plan, way, tokens) for tokens in size.tokens for way in TRAINER_WAYS),
         *smoke_jobs(plan.device, sanitized=plan.sanitized),
         *_train_jobs(plan, _FIVE, size.capped_tokens, capped=True),
         *(_race(plan, *variant, more=True) for variant in RACES),
@@ -180,6 +187,10 @@ def tests_command(*options: str) -> list[str]:
 
 def child(what: str, values: dict[str, Any]) -> list[str]:
     return [sys.executable, "-m", "benchmarks.gpu_suite.child", what, json.dumps(values), RESULT_PATH]
+
+
+def _own_program(name: str, values: dict[str, Any]) -> list[str]:
+    return [sys.executable, "-m", f"benchmarks.gpu_suite.{name}", json.dumps(values), RESULT_PATH]
 
 
 # ---- trust -----------------------------------------------------------------------------------------------------------
@@ -233,6 +244,16 @@ def _adam_by_threads(plan: Plan, threads: Sequence[int] = THREADS) -> Job:
     return _machine_job(plan, "adam, by threads", "adam", {**values, "threads": list(threads)})
 
 
+def _streamed_state(plan: Plan) -> Job:
+    size = plan.size
+    values = {"device_name": plan.device, "numel": 2 * size.adam_numel, "chunk": size.adam_numel // 16}
+    values |= {"seconds": size.adam_seconds / 4, "threads": list(THREADS)}
+    return Job(
+        "state in chunks on the device", _own_program("streamed_state", values), {"what": "streamed state", **values},
+        90.0, sources=(*_OUR_SOURCES, *_suite_files("streamed_state")), needs=45.0, after=(SMOKE,),
+    )  # fmt: skip
+
+
 def _machine_job(plan: Plan, key: str, what: str, values: dict[str, Any]) -> Job:
     return Job(
         key, child(what, values), {"what": what, **values}, 90.0, sources=_OUR_SOURCES, needs=45.0, after=(SMOKE,)
@@ -273,6 +294,22 @@ def _train_job(plan: Plan, name: str, tokens: int, *, capped: bool) -> Job:
         needs=plan.row_seconds / 2,
         after=(SMOKE, *compiled),
     )
+
+
+def _trainer_job(plan: Plan, way: str, tokens: int) -> Job:
+    """Returns Hugging Face Trainer with every step's tokens in micro-batches."""
+    row = train_row(way, plan.device, plan.size, tokens, capped=False)
+    count = TRAINER_MICRO_BATCHES
+    batch = tokens // (count * row.model.sequence) or 1
+    values = {"way": way, "device": plan.device, "model": asdict(row.model), "micro_batches": count, "batch": batch}
+    values |= {"warm_up": row.warm_up, "blocks": row.blocks, "steps": row.steps}
+    values["tokens"] = count * batch * row.model.sequence
+    absent = None if find_spec("transformers") else "transformers is not installed"
+    return Job(
+        f"{values['tokens']} tokens, Trainer, {way}", _own_program("trainer_rows", values),
+        {"what": "trainer", **values}, plan.row_seconds, _environment(), absent,
+        sources=(*_OUR_SOURCES, *_suite_files("trainer_rows")), needs=plan.row_seconds / 2, after=(SMOKE,),
+    )  # fmt: skip
 
 
 PUBLISHED = (OURS_FSDP2, FSDP2_ON_DEVICE, SUPEROFFLOAD, ZERO3_OFFLOAD, FSDP2_OFFLOAD)
