@@ -348,7 +348,8 @@ def _race(
 ) -> Job:
     """Returns a race: alone, as ranks that share the device, or under torch's own sanitizer of streams."""
     seeds = list(_TOY_SEEDS if plan.toy or sanitizer else _MORE_SEEDS if more else _SEEDS)
-    values: dict[str, Any] = {"device": plan.device, "speculation": speculation, "delivery": delivery}
+    device = "cuda:0" if plan.device == "cuda" and ranks > 1 else plan.device  # ranks share it
+    values: dict[str, Any] = {"device": device, "speculation": speculation, "delivery": delivery}
     values |= {"seeds": seeds, "ranks": ranks}
     environment = {"TORCH_CUDA_SANITIZER": "1"} if sanitizer else {}
     absent = None

@@ -17,13 +17,13 @@ _CUT = "... the rest: python -m benchmarks.gpu_suite --report gpu_suite.json"
 
 def table(rows: Sequence[Mapping[str, Any]], targets: Sequence[Target]) -> str:
     """Returns the whole table."""
-    return "\n".join([*_trust(rows), *_machine(Found(rows)), *_training(rows), *_published(rows), *_targets(targets)])
+    return "\n".join([*_trust(rows), *_machine(Found(rows)), *_training(rows), *_others(rows), *_targets(targets)])
 
 
 def short_table(rows: Sequence[Mapping[str, Any]], targets: Sequence[Target]) -> str:
     """Returns at most 4 KB: without unmeasured targets, and cut off at the end if it is still too long."""
     measured = [target for target in targets if target.value is not None or target.verdict == "missed"]
-    training = [*_training(rows, _WHY), *_published(rows, _WHY)]
+    training = [*_training(rows, _WHY), *_others(rows, _WHY)]
     lines = [*_trust(rows, _WHY), *_machine(Found(rows)), *training, *_targets(measured)]
     found: list[str] = []
     for line in lines:
@@ -37,7 +37,9 @@ def _trust(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> Itera
     """Yields smoke, tests, races and everything else besides training: their results, or why there are none."""
     for row in rows:
         what = row["settings"].get("what")
-        if what in ("train", "published") or (row["status"] == DONE and what not in ("smoke", "tests", "races")):
+        if what in ("train", "trainer", "published") or (
+            row["status"] == DONE and what not in ("smoke", "tests", "races")
+        ):
             continue
         yield f"{row['key']}: {_outcome(row)[:width]}"
 
@@ -76,6 +78,11 @@ def _machine(found: Found) -> Iterator[str]:
     if threads is not None:
         times = [f"{count}: {1e9 * seconds:.3f}" for count, seconds in threads["by_threads"].items()]
         yield f"CPU step by threads, s per 10^9 parameters: {', '.join(times)}"
+    streamed = found.machine("state in chunks on the device")
+    if streamed is not None:
+        both = [f"{row['threads']}: {1e9 * row['both_seconds_per_param']:.3f}" for row in streamed["rows"]]
+        alone = f"{1e9 * streamed['device_seconds_per_param']:.3f}"
+        yield f"state stepped on the device in chunks, s per 10^9 parameters: {alone}, with threads {', '.join(both)}"
 
 
 def _training(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> Iterator[str]:
@@ -94,21 +101,26 @@ def _heading(text: str) -> str:
     return f"{text:<34}{'ms/step':>9}{'tokens/s':>9}{'exposed':>8}{'GPU GiB':>8}{'host':>7}{'loss':>7}"
 
 
-def _published(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> Iterator[str]:
-    """Yields the published evaluation's setting; memory and loss are those of the first rank."""
+def _others(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> Iterator[str]:
+    """Yields Trainer's rows, and the published evaluation's, whose memory and loss are those of the first rank."""
     before = ""
     for row in Found(rows).rows:
         settings = row["settings"]
         if settings.get("what") == "published":
             title = f"hidden {settings['model']['hidden']}, ranks: {settings['ranks']}"
-            if title != before:
-                yield _heading(title)
-            before = title
-            yield _line(row, {}, width)
+        elif settings.get("what") == "trainer":
+            title = f"Trainer, {settings['tokens']} tokens per step"
+        else:
+            continue
+        if title != before:
+            yield _heading(title)
+        before = title
+        yield _line(row, {}, width)
 
 
 def _line(row: Mapping[str, Any], exposed: Mapping[str, float], width: int | None) -> str:
-    name = row["settings"]["contestant"]
+    settings = row["settings"]
+    name = settings["way"] if settings["what"] == "trainer" else settings["contestant"]
     result = row.get("result") or {}
     if "seconds_median" not in result:
         why = result.get("missing") or ("out of memory" if "out_of_memory" in result else None)
