@@ -28,10 +28,14 @@ TOTALS: Mapping[str, tuple[str, str]] = {
     "steps": ("steps", "finished with a verdict that let parameters change"),
     "skipped_steps": ("steps", "left out because a gradient or the norm was not finite"),
     "clipped_steps": ("steps", "whose clip coefficient was below 1"),
-    "buckets_speculated": ("buckets", "stepped before the verdict; the sum of the next five once a step has ended"),
+    "buckets_speculated": ("buckets", "given to the workers before the verdict, to step"),
     "buckets_committed": ("buckets", "speculated and kept"),
     "buckets_replayed": ("buckets", "speculated, undone and stepped again with the clip coefficient"),
     "buckets_undone": ("buckets", "speculated and taken back because something changed before the verdict"),
+    "buckets_withdrawn": (
+        "buckets",
+        "speculated, begun by no worker before the verdict, stepped after; among buckets_undone",
+    ),
     "buckets_skipped": ("buckets", "speculated and taken back because the step was skipped"),
     "buckets_abandoned": ("buckets", "speculated and taken back because step() was never called"),
     "buckets_stepped": ("buckets", "stepped after the verdict, in one pass"),
@@ -70,7 +74,7 @@ PER_STEP: Mapping[str, tuple[str, str]] = {
     "step_exposed_share": ("share", "of the step's wall time that is exposed optimizer time"),
     "step_down_bytes_per_second": ("bytes/s", "gradients packed, over the whole step"),
     "step_up_bytes_per_second": ("bytes/s", "parameters delivered, over the whole step"),
-    "step_speculated_share": ("share", "of the buckets with gradients that were speculated"),
+    "step_speculated_share": ("share", "of the buckets with gradients that workers had begun before the verdict"),
     "grad_norm": ("norm", "of the unscaled gradient before clipping; absent when not finite"),
     "clip_coefficient": ("factor", "1 where nothing was clipped"),
 }
@@ -178,6 +182,7 @@ class Monitor:
         exposed = grown["optimizer_seconds_exposed"]
         waited = grown["buckets_stepped"] + grown["buckets_two_phase"]
         buckets = grown["buckets_speculated"] - grown["buckets_undone"] + waited
+        begun = grown["buckets_speculated"] - grown["buckets_withdrawn"]
         values = {
             "step_seconds": seconds,
             "step_optimizer_seconds_hidden": max(0.0, grown["optimizer_seconds"] - exposed),
@@ -185,7 +190,7 @@ class Monitor:
             "step_exposed_share": exposed / seconds if seconds > 0 else 0.0,
             "step_down_bytes_per_second": grown["bytes_down"] / seconds if seconds > 0 else 0.0,
             "step_up_bytes_per_second": grown["bytes_up"] / seconds if seconds > 0 else 0.0,
-            "step_speculated_share": min(1.0, grown["buckets_speculated"] / buckets) if buckets > 0 else 0.0,
+            "step_speculated_share": min(1.0, begun / buckets) if buckets > 0 else 0.0,
         }
         if verdict is not None:
             values["clip_coefficient"] = verdict.clip_coefficient

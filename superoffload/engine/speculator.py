@@ -161,6 +161,7 @@ class Speculator:
         for bucket in reversed(self._layout.buckets):
             if bucket.state is BucketState.SPECULATED and self._executor.withdraw(bucket):
                 self._mark_undone(bucket)
+                self._stats.add(buckets_withdrawn=1)
 
     def _mark_undone(self, bucket: Bucket) -> None:
         self._link.unstage(bucket)

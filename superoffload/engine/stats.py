@@ -11,7 +11,7 @@ class Stats:
     """Counts buckets and steps; times are in seconds, sizes in bytes.
 
     buckets_two_phase were published right after the verdict and settled behind the next forward. buckets_undone include
-    those that were taken back before a worker had begun them.
+    buckets_withdrawn, which no worker had begun when the verdict came.
 
     Once every step has ended, buckets_speculated = buckets_committed + buckets_replayed + buckets_undone +
     buckets_skipped + buckets_abandoned.
@@ -24,6 +24,7 @@ class Stats:
     buckets_committed: int = 0
     buckets_replayed: int = 0
     buckets_undone: int = 0
+    buckets_withdrawn: int = 0
     buckets_skipped: int = 0
     buckets_abandoned: int = 0
     buckets_stepped: int = 0

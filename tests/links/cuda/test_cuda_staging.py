@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superoffload import AdamW
+from benchmarks.workload import Workload
+from superoffload import AdamW, _native
 from superoffload.engine.bucket import Bucket
 from superoffload.engine.bucket_state import BucketState
 from superoffload.links.cuda.blocks import early_buckets
 from superoffload.links.cuda.link import CudaLink
+from superoffload.metrics import Monitor
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device, on_host
 from tests.support.fake_cuda_training import training
@@ -193,6 +195,24 @@ def test_a_gradient_is_packed_where_nothing_is_copied_any_more(fake: Fake) -> No
             fake.synchronize()
             assert optimizer.state_digests() == expected
             assert fake.mismatches == 0
+
+
+def test_what_no_worker_has_begun_by_the_verdict_is_counted(fake: Fake) -> None:
+    """The only worker is busy with something else."""
+    with training(fake, threads=1, model=deep_model(torch.bfloat16)) as (model, optimizer):
+        pool: Any = optimizer._engine.executor.pool
+        monitor, before = Monitor(optimizer), optimizer.stats()
+        other = Workload(1 << 22, pool)
+        for _ in range(10):
+            pool.submit(other.next_work(), _native.Operation.step)
+        optimizer.zero_grad()
+        batch(model, 2).backward()
+        optimizer.step()
+        grown = {name: value - before[name] for name, value in optimizer.stats().items()}
+        assert 0 < grown["buckets_withdrawn"] <= grown["buckets_undone"] <= grown["buckets_speculated"]
+        begun = grown["buckets_speculated"] - grown["buckets_withdrawn"]
+        share = monitor.step()["superoffload/step_speculated_share"]
+        assert share == begun / len(optimizer._engine.buckets) < 1
 
 
 # ---- what a step costs ----------------------------------------------------------------------------------------------
