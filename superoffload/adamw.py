@@ -22,6 +22,7 @@ from superoffload.engine.recorder import Recorder
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import StateError
 from superoffload.host.environment import check_environment
+from superoffload.optimizer.accelerate_window import is_placing_state
 from superoffload.optimizer.accumulating import Accumulating
 from superoffload.optimizer.adamw_parts import Lasting, assemble
 from superoffload.optimizer.check_reads import CheckReads
@@ -369,6 +370,8 @@ class AdamW(Optimizer):
         ``superoffload.checkpoints.save`` needs none. DTensor parameters have DTensors. State that is spread over ranks
         (``replicated="shard"``) is gathered, so all ranks must call this then."""
         self._check_usable(closed_too=True)
+        if is_placing_state():
+            return {"state": {}, "param_groups": []}
         return self._parts.state.as_dict(super().state_dict)
 
     @outside_inference
@@ -378,6 +381,8 @@ class AdamW(Optimizer):
 
         Where a checkpoint has no masters, or the model's parameters are not their rounding, the parameters win.
         Tensors of full shapes fit any number of ranks. Values are copied block by block into the existing state."""
+        if is_placing_state():
+            return
         read = agreed(self._ranks, "load_state_dict()", lambda: self.check_state_dict(state_dict))
         self.take_over(read, "load_state_dict()")
 

@@ -7,7 +7,7 @@ during backward, and the norm is known after ``step()``, in time for Trainer's l
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -72,6 +72,7 @@ def offload(
         given["module"] = trainer.model
     callback = Offload(names)
     trainer.optimizer_cls_and_kwargs = (AdamW, {**given, **options})
+    trainer._load_optimizer_and_scheduler = on_host(trainer._load_optimizer_and_scheduler)
     trainer._clip_grad_norm = callback.norm_to_come
     trainer._get_grad_norm = callback.norm_to_come
     trainer.callback_handler.callbacks.insert(0, callback)  # before callbacks that report the log
@@ -100,6 +101,25 @@ def _check(trainer: Any, options: dict[str, Any]) -> None:
     for option in _OURS_TO_SET:
         if option in options:
             raise ArgumentError(f"{option}: set by Trainer; max_grad_norm belongs into TrainingArguments")
+
+
+def on_host(load: Callable[..., None]) -> Callable[..., None]:
+    """Has Trainer read checkpoints into host memory also on several GPUs, where it would read the optimizer's state
+    onto each of them."""
+
+    def load_on_host(*args: Any, **named: Any) -> None:
+        stock = torch.load
+
+        def read(*file: Any, **options: Any) -> Any:
+            return stock(*file, **{**options, "map_location": "cpu"})
+
+        torch.load = read
+        try:
+            load(*args, **named)
+        finally:
+            torch.load = stock
+
+    return load_on_host
 
 
 def _sleep_while_it_generates(trainer: Any, folder: str | os.PathLike[str] | None) -> None:

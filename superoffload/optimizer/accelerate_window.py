@@ -1,8 +1,10 @@
-"""Accelerate, which Hugging Face's Trainer uses, says which backward is the boundary, and hears of skipped steps."""
+"""Accelerate, which Hugging Face's Trainer uses, says which backward is the boundary, hears of skipped steps, and
+leaves the state in host memory."""
 
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,6 +50,17 @@ class Window:
             self._state = module.GradientState()
             _tell_of_skips(sys.modules.get("accelerate.optimizer"))
         return not getattr(self._state, "sync_gradients", True)
+
+
+def is_placing_state() -> bool:
+    """Returns whether this is called by ``AcceleratedOptimizer``'s constructor, and so by ``Accelerator.prepare()``.
+
+    It has all state copied by ``state_dict()``, copies it to the device, where it may not fit, and loads it from there.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "accelerate.optimizer":
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "__init__"
 
 
 class _StepWasSkipped(property):

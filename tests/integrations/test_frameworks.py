@@ -72,6 +72,29 @@ def test_accelerate(tmp_path: Path) -> None:
     compare(train)
 
 
+def test_accelerate_does_not_take_the_state_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """prepare() does so with a state_dict() and a load; state that is there already stays as it is."""
+    placed: list[Any] = []
+
+    def place(state: Any, device: torch.device) -> Any:
+        placed.append(state)
+        return state
+
+    monkeypatch.setattr("accelerate.optimizer.move_to_device", place)
+    model = model_of()
+    with AdamW(model.parameters(), threads=1) as inner:
+        batch(model, 0).backward()
+        inner.step()
+        before, groups = inner.state_digests(), inner.param_groups
+        optimizer = accelerator_of().prepare(inner)
+        assert placed == [{"state": {}, "param_groups": []}]
+        assert inner.state_digests() == before and inner.param_groups is groups
+        saved = optimizer.state_dict()
+        assert len(saved["state"]) == len(list(model.parameters()))
+        optimizer.load_state_dict({**saved, "state": {}})
+        assert inner.state_digests() != before, "a wrapper's other calls are not left out"
+
+
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 def test_accelerates_scheduler_does_not_move_after_a_skipped_step(precision: str) -> None:
     """Without a scaler of Accelerate's, too, and also with one that leaves it to us to skip."""

@@ -158,6 +158,21 @@ def test_resume(tmp_path: Path) -> None:
     assert end(resumed) == end(straight)
 
 
+def test_on_several_gpus_checkpoints_are_read_into_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = trainer_of(tmp_path, model_of(), "always", max_steps=3, save_strategy="steps", save_steps=3)
+    saved.train()
+    resumed = trainer_of(tmp_path, model_of(), "never", max_steps=6)
+    resumed.create_optimizer_and_scheduler(6)
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+    monkeypatch.setattr(transformers.TrainingArguments, "device", torch.device("meta"))  # holds no values
+    resumed._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-3"))
+    found = [value["exp_avg_sq"] for value in resumed.optimizer.state_dict()["state"].values()]
+    expected = [value["exp_avg_sq"] for value in saved.optimizer.state_dict()["state"].values()]
+    assert all(map(torch.equal, found, expected)) and len(found) > 0
+    end(saved)
+    resumed.optimizer.close()
+
+
 def bad_optim(trainer: Any) -> None:
     trainer.args.optim = "adafactor"
 
