@@ -13,7 +13,7 @@ from superoffload.engine.engine import Engine
 from superoffload.engine.recorder import Recorder
 from superoffload.engine.stats import total
 from superoffload.errors import SuperOffloadError
-from superoffload.optimizer.accumulating import Accumulation
+from superoffload.optimizer.accumulating import Accumulation, HostAccumulation
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.arguments import as_groups, check_groups, named_in
 from superoffload.optimizer.bit_compare_interval import BitCompareInterval
@@ -24,7 +24,6 @@ from superoffload.optimizer.engine_setup import set_up_engine
 from superoffload.optimizer.fp32_accumulation import Fp32Accumulation
 from superoffload.optimizer.freed_gradients import FreedGradients
 from superoffload.optimizer.groups import ParamGroups
-from superoffload.optimizer.host_accumulation import HostAccumulation
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.master_updates import MasterUpdates

@@ -10,12 +10,10 @@ from superoffload.engine.engine import Engine
 from superoffload.errors import DeviceError
 from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.accumulating import Accumulation
-from superoffload.optimizer.advice import Advice
+from superoffload.optimizer.advice import Advice, EditAdvice
 from superoffload.optimizer.bit_compare_interval import BitCompareInterval
 from superoffload.optimizer.bulk_checks import unedited, unwritten
-from superoffload.optimizer.edit_advice import EditAdvice
-from superoffload.optimizer.gradient_layout import lay_out_like
-from superoffload.optimizer.gradient_source import check_one_gradient, gradient_of
+from superoffload.optimizer.gradient_source import check_one_gradient, gradient_of, lay_out_like
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.packed_gradient import packed_in

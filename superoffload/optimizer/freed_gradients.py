@@ -9,8 +9,8 @@ from superoffload.engine.bucket import Shard
 from superoffload.engine.engine import Engine
 from superoffload.host.memory import room_on_device
 from superoffload.host.tensors import local_of, out_of_order
+from superoffload.optimizer.accumulating import HostAccumulation
 from superoffload.optimizer.advice import Advice
-from superoffload.optimizer.host_accumulation import HostAccumulation
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.packed_gradient import PackedGradient, gradient_is_gone, packed_in
 from superoffload.optimizer.params import Params

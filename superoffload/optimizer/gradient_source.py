@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from superoffload.errors import ArgumentError, StateError
+from superoffload.host.tensors import is_dtensor
 
 
 def main_grad_of(param: Tensor) -> Tensor | None:
@@ -93,3 +94,16 @@ def is_final(param: Tensor) -> bool:
     if final:
         param.grad = None  # a stand-in, to which the next backward would add
     return final
+
+
+@torch.no_grad()
+def lay_out_like(param: Tensor) -> None:
+    """Puts into ``p.grad`` the same gradient in the layout of the parameter, a DTensor, if it has another one.
+
+    Under tensor parallelism without ``fully_shard`` autograd leaves what an operation gave: each rank's summand of the
+    gradient (Partial) for a norm under sequence parallelism, the whole gradient for a sharded embedding. Collective
+    over the parameter's mesh if so: all its ranks have the same operations, and so the same layouts.
+    """
+    grad = param.grad
+    if is_dtensor(grad) and is_dtensor(param) and grad.placements != param.placements:
+        param.grad = grad.redistribute(placements=param.placements)

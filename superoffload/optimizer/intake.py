@@ -20,14 +20,12 @@ from superoffload.engine.passed import Passed
 from superoffload.errors import ArgumentError, StateError, SuperOffloadError
 from superoffload.host.memory import room_on_device
 from superoffload.host.tensors import is_dtensor
-from superoffload.optimizer.accumulating import Accumulation
+from superoffload.optimizer.accumulating import Accumulation, HostAccumulation
 from superoffload.optimizer.arguments import check_gradient
 from superoffload.optimizer.bulk_checks import ready_gradients
 from superoffload.optimizer.fp32_accumulation import Fp32Accumulation
 from superoffload.optimizer.freed_gradients import FreedGradients
-from superoffload.optimizer.gradient_layout import lay_out_like
-from superoffload.optimizer.gradient_source import dtype_to_come, gradient_of, is_final, main_grad_of
-from superoffload.optimizer.host_accumulation import HostAccumulation
+from superoffload.optimizer.gradient_source import dtype_to_come, gradient_of, is_final, lay_out_like, main_grad_of
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.other_ranks import Ranks
@@ -108,7 +106,10 @@ class Intake:
         A gradient that does not complete its bucket waits for the others. These counts are only a hint: after an
         interrupt between any two lines, ``step()`` finds the gradient in ``p.grad``.
         """
-        if tracked.is_dtensor and not self._accumulation.contexts:
+        if self._accumulation.contexts:
+            if self._only_adds_up(tracked):
+                return
+        elif tracked.is_dtensor:
             lay_out_like(tracked.param)
         bucket, gradient = self._only_bucket.get(tracked.shard.index), tracked.gradient
         if self._in_place:
@@ -136,6 +137,15 @@ class Intake:
             self._arrives(tracked)
         else:
             self._in_backward(tracked, self._take)
+
+    def _only_adds_up(self, tracked: TrackedParam) -> bool:
+        """Returns whether a gradient that more will be added to stays where it is, with nothing else to do."""
+        if self._unfinished:  # it may end an error
+            return False
+        if self._in_place:
+            return True
+        here = self._engine.has_gradient(tracked.shard) or packed_in(tracked.param.grad) is not None
+        return self._host_accumulation.are_off and not here
 
     def _follow_last(self, tracked: TrackedParam) -> None:
         """Leaves a gradient where it is; the master follows a written parameter now, as if the gradient were taken."""

@@ -1,16 +1,59 @@
-"""Hooks on a module and its submodules wait for parameters before forward, ``state_dict()`` and loading begin."""
+"""Hooks on a module and its submodules wait for parameters before forward, ``state_dict()`` and loading begin.
+
+torch.compile sees them and leaves them out of its graphs; they warn where code is traced.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _dynamo, jit, nn
 
 from superoffload.distributed.fully_shard import UnshardHook, gathered_with, gathering_streams, is_sharded_module
-from superoffload.optimizer.compiling import have_hooks_guarded, out_of_graphs, warn_where_traced
 from superoffload.optimizer.module_readers import Reader, readers_of
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_COMPILE_FIRST = (
+    "AdamW(delivery='on_demand') waits for the parameters of a module here; for a whole graph, compile the module "
+    "before you make the optimizer and pass what torch.compile() returned as module=, export with strict=False, or use "
+    "delivery='eager'"
+)
+_TRACED = (
+    "superoffload: what is traced or exported from a module with delivery='on_demand' does not wait for parameters. "
+    "While you train, call optimizer.synchronize() before you call it"
+)
+_is_tracing = cast(Callable[[], bool], vars(jit)["is_tracing"])  # public, but torch's types do not list it
+_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # torch 2.6 has but the second
+
+
+def have_hooks_guarded() -> None:
+    """Has torch.compile look for hooks before it runs code that it compiled for a module without them.
+
+    By default it does not (``skip_nnmodule_hook_guards``): what was compiled before, or for another module of the same
+    class, would read parameters that have not arrived. The setting is of the caller's context (contextvars).
+    """
+    if not getattr(_dynamo.config, "skip_nnmodule_hook_guards", False):
+        return
+    _dynamo.config.skip_nnmodule_hook_guards = False
+    _dynamo.reset()  # the code that there is has no such guards
+
+
+def out_of_graphs(function: _Function) -> _Function:
+    """Breaks graphs of torch.compile at ``function``, and tells why where they must not break."""
+    known = inspect.signature(torch.compiler.disable).parameters  # torch 2.6 takes no reason
+    reason = {"reason": _COMPILE_FIRST} if "reason" in known else {}
+    return cast(_Function, torch.compiler.disable(function, **reason))
+
+
+def warn_where_traced() -> None:
+    """Warns where torch.jit.trace or torch.export records what calls this."""
+    if _is_tracing() or _is_exporting():
+        warnings.warn(_TRACED, RuntimeWarning, stacklevel=2)
 
 
 class Wait(Protocol):
@@ -96,14 +139,17 @@ class _BeforeForward(_Hook):
     @out_of_graphs
     def __call__(self, *args: Any) -> None:
         warn_where_traced()
-        self.wait()
+        self._wait_for_all()
 
     @out_of_graphs  # FSDP2 keeps its state in a dictionary of weak references, which may change during tracing
     def wait(self) -> None:
         self._wait_for_all()
-        self._reader.waited()
 
     def _wait_for_all(self) -> None:
+        self._land()
+        self._reader.waited()
+
+    def _land(self) -> None:
         assert self._wait is not None
         if not self._sharded:
             self._wait(self._params)

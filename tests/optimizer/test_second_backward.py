@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 from superoffload import AdamW
+from superoffload.host.signals import Whole
 from tests.support.adamw_training import (
     DTYPES,
     Optimizer,
@@ -105,11 +108,16 @@ def test_accumulate() -> None:
         for step in range(4):
             optimizer.zero_grad()
             down = optimizer.stats()["bytes_down"] if isinstance(optimizer, AdamW) else 0
-            with pytest.raises(ZeroDivisionError), optimizer.accumulate():
+            with (
+                pytest.raises(ZeroDivisionError),
+                optimizer.accumulate(),
+                mock.patch.object(Whole, "__enter__") as enter,
+            ):
                 batch(model, 10 * step).backward()
                 with optimizer.accumulate():
                     batch(model, 10 * step + 1).backward()
                 batch(model, 10 * step + 2).backward()
+                assert not enter.called, "a hook has nothing to do"
                 _ = 1 / 0
             assert not isinstance(optimizer, AdamW) or optimizer.stats()["bytes_down"] == down, "nothing is packed"
             batch(model, 10 * step + 9).backward()

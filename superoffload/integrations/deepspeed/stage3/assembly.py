@@ -21,9 +21,8 @@ from superoffload.integrations.deepspeed.stage3.gradients import Gradients
 from superoffload.integrations.deepspeed.stage3.inner_optimizer import InnerOptimizer
 from superoffload.integrations.deepspeed.stage3.saved_state import SavedState
 from superoffload.integrations.deepspeed.stage3.shards import Shards, accelerator_link
-from superoffload.integrations.deepspeed.stage3.steps import Steps
+from superoffload.integrations.deepspeed.stage3.steps import Steps, WindowEnd
 from superoffload.integrations.deepspeed.stage3.stock import StockStage3, trained
-from superoffload.integrations.deepspeed.stage3.window_end import WindowEnd
 from superoffload.integrations.deepspeed.whole_parameters import Readers
 from superoffload.optimizer.arguments import check_rank_check
 

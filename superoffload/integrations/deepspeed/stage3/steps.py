@@ -1,17 +1,76 @@
-"""Steps all sub-groups by one verdict: commits, replays, steps or skips them, and publishes."""
+"""Ends a window: makes every gradient final, finds the norm over all ranks or raises on all of them, and steps all
+sub-groups by one verdict."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from superoffload.engine.verdict import Verdict
+from superoffload.errors import ArgumentError, RankError, WorkerError
 from superoffload.integrations.deepspeed.driver import PartitionDriver, Window
 from superoffload.integrations.deepspeed.stage3.agreement import Failures, Ranks
-from superoffload.integrations.deepspeed.stage3.formulas import clip
+from superoffload.integrations.deepspeed.stage3.formulas import Formulas, clip
 from superoffload.integrations.deepspeed.stage3.inner_optimizer import InnerOptimizer
-from superoffload.integrations.deepspeed.stage3.stock import StockStage3
+from superoffload.integrations.deepspeed.stage3.stock import StockStage3, trained
+
+
+def _fold(sums: Sequence[float]) -> float:
+    """Adds up the sums of all ranks, in their order, so that the total has the same bits on all of them."""
+    total = sum(sums)
+    return total if math.isfinite(total) else math.inf
+
+
+class WindowEnd:
+    """Closes a window on all ranks, or abandons it on all of them."""
+
+    def __init__(
+        self, stock: StockStage3, driver: PartitionDriver, ranks: Ranks, failures: Failures, formulas: Formulas
+    ) -> None:
+        self._stock = stock
+        self._driver = driver
+        self._ranks = ranks
+        self._failures = failures
+        self._formulas = formulas
+        self._weights_are_checked = False
+
+    def close(self) -> tuple[Window, Tensor]:
+        """Returns this rank's window, and the norm of the scaled gradients over all ranks."""
+        frozen = {param.ds_id for param in trained(self._stock) if not param.requires_grad}
+        self._ranks.begin()
+        window = Window({})
+        with self._failures.kept():
+            self._ranks.look()
+            window = self._driver.close_window(lambda key: key not in frozen)
+        failure = self._failures.take()
+        try:
+            if failure is not None:
+                raise WorkerError(f"{failure}; no rank stepped")
+            self._check_weights()
+            total = _fold(self._ranks.exchange(window))
+        except (ArgumentError, WorkerError, RankError):
+            self._ranks.fail()
+            self._driver.abandon()
+            raise
+        return window, self._formulas.norm(window, total)
+
+    def _check_weights(self) -> None:
+        """Checks published values in the first step, so that a checkpoint may still replace uninitialized memory.
+        Masters may have been stepped already with a gradient that is not finite."""
+        if self._weights_are_checked:
+            return
+        for partition in self._driver.partitions.values():
+            shard = partition.shard
+            bad = shard.numel - int(torch.isfinite(shard.target()).sum())
+            if bad:
+                raise ArgumentError(
+                    f"{shard.name}: {bad} of the {shard.numel} values that this rank has are NaN or infinite before "
+                    "the first step; initialize it first. No rank stepped"
+                )
+        self._weights_are_checked = True
 
 
 class Steps:
