@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -104,14 +105,13 @@ def _check(trainer: Any, options: dict[str, Any]) -> None:
 
 
 def on_host(load: Callable[..., None]) -> Callable[..., None]:
-    """Has Trainer read checkpoints into host memory also on several GPUs, where it would read the optimizer's state
-    onto each of them."""
+    """Has Trainer read checkpoints into host memory on several GPUs too; it would read the state onto each of them."""
 
     def load_on_host(*args: Any, **named: Any) -> None:
-        stock = torch.load
+        stock, thread = torch.load, get_ident()
 
         def read(*file: Any, **options: Any) -> Any:
-            return stock(*file, **{**options, "map_location": "cpu"})
+            return stock(*file, **{**options, **({"map_location": "cpu"} if get_ident() == thread else {})})
 
         torch.load = read
         try:

@@ -140,12 +140,8 @@ class Intake:
 
     def _only_adds_up(self, tracked: TrackedParam) -> bool:
         """Returns whether a gradient that more will be added to stays where it is, with nothing else to do."""
-        if self._unfinished:  # it may end an error
-            return False
-        if self._in_place:
-            return True
-        here = self._engine.has_gradient(tracked.shard) or packed_in(tracked.param.grad) is not None
-        return self._host_accumulation.are_off and not here
+        has_gradient = self._engine.has_gradient(tracked.shard)
+        return not has_gradient and not self._unfinished and self._host_accumulation.are_off
 
     def _follow_last(self, tracked: TrackedParam) -> None:
         """Leaves a gradient where it is; the master follows a written parameter now, as if the gradient were taken."""

@@ -130,10 +130,10 @@ def memory(system: System) -> Iterator[Finding]:
         return
     within = f" (the control group's limit is {limit[0] / GIB:.1f} GiB)" if limit else ""
     sizes = (state + 2 + 2 + JOURNAL_BYTES_PER_PARAM for state in (12, 6, 4))  # and packed gradient, shadow, journal
-    fp32, bf16, least = (f"{usable / size / 1e9:.1f} B at {size:g} bytes" for size in sizes)
+    fp32, bf16, least = (f"{usable / size / 1e9:.1f} B parameters at {size:g} bytes" for size in sizes)
     yield Finding(
-        f"{usable / GIB:.1f} GiB usable{within}, enough for bf16 training of {fp32} per parameter; {bf16} with "
-        f"master_dtype='split' and state_dtype='bf16'; {least} with 'split' and '8bit'"
+        f"{usable / GIB:.1f} GiB usable{within}, enough for the optimizer of {fp32}, or of {bf16} with "
+        f"master_dtype='split' and state_dtype='bf16', or of {least} with 'split' and '8bit'"
     )
     swap = system.fields("/proc/meminfo")
     swapped = (as_number(swap.get("SwapTotal")) or 0) - (as_number(swap.get("SwapFree")) or 0)

@@ -111,7 +111,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, help="worker threads of the optimizer (default: its own choice)")
     add_option(parser, "--seed", type=int, default=0, help="of weights, batches and stochastic rounding")
     parser.add_argument("--json", metavar="PATH", help="write the result to this file too")
-    parser.add_argument("--quiet", action="store_true", help="no progress, only the result")
+    parser.add_argument("--quiet", action="store_true", help="no progress, only the counts and the result")
     return parser
 
 

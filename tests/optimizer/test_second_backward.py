@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
+from superoffload.errors import DeviceError
 from superoffload.host.signals import Whole
 from tests.support.adamw_training import (
     DTYPES,
@@ -128,8 +129,9 @@ def test_accumulate() -> None:
     assert stats["buckets_committed"] == 4
 
 
+@pytest.mark.filterwarnings("error:superoffload")
 def test_more_gradient_after_the_boundary() -> None:
-    """accumulate() around a backward that comes last, and around the only one."""
+    """accumulate() around a backward that comes last, and around the only one; not taken for gradients edited later."""
 
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         for seed in range(4):
@@ -142,3 +144,15 @@ def test_more_gradient_after_the_boundary() -> None:
 
     stats = check_scenario(scenario)
     assert stats["buckets_undone"] > 0 and stats["buckets_stepped"] == 4
+
+
+def test_an_error_of_a_hook_is_over_when_a_later_backward_reaches_it() -> None:
+    param = nn.Parameter(torch.ones(8))
+    with AdamW([param], lr=0.1, speculation="always") as optimizer:
+        failing = mock.patch.object(optimizer._engine, "arrive", side_effect=DeviceError("once"))
+        with failing, pytest.raises(DeviceError, match="once"):
+            param.sum().backward()
+        with optimizer.accumulate():
+            param.sum().backward()
+        optimizer.step()
+    assert optimizer.stats()["steps"] == 1

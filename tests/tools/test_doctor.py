@@ -194,11 +194,11 @@ def test_memory_and_a_containers_limit(tmp_path: Path) -> None:
     version_2 = {"/sys/fs/cgroup/memory.max": f"{24 * GIB}\n", "/sys/fs/cgroup/memory.current": f"{6 * GIB}\n"}
     assert usable_memory(plain) == 60000000 * 1024
     text = next(doctor.memory(plain)).text
-    assert all(part in text for part in ("3.4 B at 18 bytes", "5.1 B at 12 bytes", "6.1 B at 10 bytes"))
+    assert all(part in text for part in ("3.4 B parameters at 18", "5.1 B parameters at 12", "6.1 B parameters at 10"))
     for number, files in enumerate((version_1, version_2)):
         system = make_machine(tmp_path / str(number), PLAIN, files)
         text = next(doctor.memory(system)).text
-        assert usable_memory(system) == 18 * GIB and "limit is 24.0 GiB" in text and "1.1 B at 18 bytes" in text
+        assert usable_memory(system) == 18 * GIB and "limit is 24.0 GiB" in text and "1.1 B parameters at 18" in text
 
 
 def test_pages_swap_numa_and_locked_memory(tmp_path: Path) -> None:
