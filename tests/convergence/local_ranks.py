@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -24,7 +25,7 @@ _GRACE = 5.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds the value that a rank's function returned, or its error's text; "lost" if the process ended."""
+    """Holds what a rank's function returned, or its error's text: "lost, with exit code N" if the process ended."""
 
     value: Any = None
     error: str = ""
@@ -80,7 +81,8 @@ class LocalRanks:
                     process.kill()
                     outcomes.append(Outcome(error=f"no answer within {limit:g} s"))
             except (EOFError, OSError):
-                outcomes.append(Outcome(error="lost"))
+                process.join(_GRACE)
+                outcomes.append(Outcome(error=f"lost, with exit code {process.exitcode}"))
         return outcomes
 
     def close(self) -> None:
@@ -115,6 +117,7 @@ def _serve(pipe: Any, rank: int, count: int, store: str, timeout: float) -> None
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()  # says where a crash was
     torch.set_num_threads(1)
     if store:
         dist.init_process_group(
