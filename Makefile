@@ -217,7 +217,7 @@ release-test: lint types docs native-test clang-test sanitize arm-python-test
 
 # Every benchmark on little, to see that it works.
 benchmarks-test: $(VENV)/.test-ready
-	$(BIN)/python -m benchmarks.all --quick --quiet --out $$(mktemp -d)
+	$(BIN)/python -m benchmarks.all --quick --out $$(mktemp -d)
 
 fresh-clone-test:
 	PYTHON=$(PYTHON) .ci/fresh-clone

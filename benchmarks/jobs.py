@@ -59,8 +59,6 @@ class Job:
     seconds: float = 180.0  # at most
     environment: Mapping[str, str] = field(default_factory=dict)
     absent: str | None = None  # why it cannot be measured here
-    continues: bool = False  # exits with LEFT if it has more to do in another call
-    accepts: tuple[int, ...] = (0,)  # exit statuses with which there is a result
     keeps_output: bool = False  # its output is part of the result: a table, the results of tests
     sources: tuple[str, ...] = PACKAGE  # its source files: benchmarks/sources.py
     needs: float | None = None  # seconds that a call must have left to begin it; None: ``seconds``
@@ -239,15 +237,13 @@ def _run(job: Job, results: Results, remaining: float, scratch: Path, shared: Ma
         status, output = _logged(job.key, command, environment, results.log, seconds)
     took = time.monotonic() - began
     kept = {"output": output[-_KEPT_OUTPUT:]}
-    if status == LEFT and job.continues:
-        return False
     if status is None:
         if seconds < job.seconds:
             return False
         results.add(job, TIMED_OUT, took, error=f"not ended within {job.seconds:g} s", **kept)
         return True
     found = _read(result_path)
-    if status not in job.accepts or (found is None and RESULT_PATH in job.command):
+    if status != 0 or (found is None and RESULT_PATH in job.command):
         why = f"exit status {status}" if status else "it wrote no result"
         partly = {"result": found} if found is not None else {}  # a failed check still has its figures
         results.add(job, FAILED, took, error=f"{why}: {_last_line(output)}", **kept, **partly)

@@ -6,7 +6,6 @@ import argparse
 from typing import Any
 
 from benchmarks import command
-from superoffload.errors import ArgumentError
 from superoffload.tools.output import add_option
 
 
@@ -15,23 +14,15 @@ def make_parser() -> argparse.ArgumentParser:
         "ranks",
         description="Trains a sharded model (FSDP2, gloo, this machine's processors) with rank_check off, light and "
         "full in turn, and times the checks inside the steps. The smaller --rows, the shorter a step and the larger "
-        "the share of the checks. --meshes and --on-paper measure something else: what it costs ranks to know who "
-        "owns what.",
+        "the share of the checks. --on-paper measures something else: what it costs ranks to know who owns what.",
     )
     add_option(parser, "--ranks", type=int, default=2, help="processes on this machine")
     add_option(parser, "--hidden", type=int, default=512, help="width of the model")
     add_option(parser, "--layers", type=int, default=4, help="of the model")
     add_option(parser, "--rows", type=int, default=4, help="of 64 tokens, per rank and step")
-    add_option(parser, "--rounds", type=int, default=6, help="turns of each option, or mesh")
+    add_option(parser, "--rounds", type=int, default=6, help="turns of each option")
     add_option(parser, "--steps", type=int, default=4, help="per turn")
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument(
-        "--meshes",
-        action="store_true",
-        help="fully_shard alone, and with tensor parallelism, pipeline stages or experts over pairs of ranks: how long "
-        "it takes to make an optimizer, and to exchange the messages of a step",
-    )
-    instead.add_argument(
+    parser.add_argument(
         "--on-paper",
         type=int,
         metavar="RANKS",
@@ -48,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     command.check_at_least(args, 1, "hidden", "layers", "rows", "rounds", "steps")
     if args.on_paper is not None:
         return _on_paper(args)
-    return _meshes(args) if args.meshes else _checks(args)
+    return _checks(args)
 
 
 def _model(args: argparse.Namespace) -> Any:
@@ -72,26 +63,6 @@ def _on_paper(args: argparse.Namespace) -> int:
             f"{row['name']:24} {row['parameters']:4} parameters on a rank; once: exchanges {row['exchanges']}, sends "
             f"{row['bytes_sent']:6,} bytes, sorts in {row['seconds_median']:.2f} s; each step: "
             f"{row['step_bytes']} bytes, {1e3 * row['step_seconds_median']:.1f} ms"
-        )
-    command.write(args, {**facts, "limit": None, "rows": rows})
-    return 0
-
-
-def _meshes(args: argparse.Namespace) -> int:
-    from benchmarks.ranks.meshes import Workload, run_meshes
-
-    if args.rows % 2 or args.layers % 2:
-        raise ArgumentError(
-            f"rows={args.rows}, layers={args.layers}: expected even numbers, for two micro-batches and two stages"
-        )
-    facts = command.begin(args)
-    rows = run_meshes(Workload(_model(args), rows=args.rows, rounds=args.rounds, steps=args.steps), args.ranks)
-    for row in rows:
-        print(
-            f"{row['name']:20} optimizer made in {1e3 * row['made_seconds_median']:6.0f} ms, of which telling who owns "
-            f"what {1e3 * row['told_seconds_median']:6.1f} ms (processor {1e3 * row['told_cpu_seconds_median']:5.1f}); "
-            f"step {1e3 * row['step_seconds_median']:6.0f} ms, its exchange "
-            f"{1e3 * row['exchange_seconds_median']:5.1f} ms (processor {1e3 * row['exchange_cpu_seconds_median']:.2f})"
         )
     command.write(args, {**facts, "limit": None, "rows": rows})
     return 0

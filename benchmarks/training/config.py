@@ -80,7 +80,6 @@ class TrainingConfig:
     master_dtype: str = "fp32"
     bucket_numel: int = 1 << 18
     threads: int | None = None
-    torch_threads: int | None = None
     eval_batches: int = 4
 
     def __post_init__(self) -> None:
@@ -95,10 +94,6 @@ class TrainingConfig:
 
     def replace(self, **changes: Any) -> TrainingConfig:
         return dataclasses.replace(self, **changes)
-
-    def describe(self) -> dict[str, Any]:
-        """Returns all values as they apply, for a summary."""
-        return {**dataclasses.asdict(self), "warmup": self.warmup_steps}
 
 
 def _check_at_least_one(name: str, value: int) -> None:

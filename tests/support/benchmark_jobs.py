@@ -30,8 +30,6 @@ if name == "chatty":
 if name == "not a number":
     json.dump({"loss": float("nan"), "losses": [1.0, float("-inf")], "median": 2.5}, open(path, "w"))
     sys.exit()
-if name == "unfinished":
-    sys.exit(3)
 if name != "silent":
     json.dump({"name": name, "variable": os.environ.get("A_VARIABLE")}, open(path, "w"))
 """
