@@ -1,43 +1,29 @@
-"""The GPU suite at toy size on a CPU: contestants, what each slot measures, races, targets, arguments."""
+"""The GPU suite at toy size on a CPU: its contestants train alike, it finds a race, its targets are computed right."""
 
 from __future__ import annotations
 
-import ast
-import json
-import math
-import os
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu_suite import races, rows, targets, training
-from benchmarks.gpu_suite.__main__ import main
+from benchmarks.gpu_suite import races, targets, training
 from benchmarks.gpu_suite.contestants import (
     ALL_ON_DEVICE,
     BARE,
-    CONTESTANTS,
-    FSDP2_ON_DEVICE,
     OURS,
     OURS_CLIPPED,
     OURS_FSDP2,
     OURS_SYNCHRONOUS,
 )
 from benchmarks.gpu_suite.devices import Device
-from benchmarks.gpu_suite.settings import FULL, TOY, TrainRow, parameters_of, train_row
+from benchmarks.gpu_suite.settings import TOY, train_row
 from benchmarks.gpu_suite.table import short_table, table
-from benchmarks.jobs import Job, check_keys, plain
-from benchmarks.planned_and_published import HIDDEN_SIZES, PARAMETERS_WITHOUT_EMBEDDINGS
-from benchmarks.results_file import write_results
 from superoffload import _native
-from superoffload.host.environment import DEVICE_TIMEOUT
-from tests.support.checkout import ROOT
 
 PEER, GPU_PEER = "DeepSpeed ZeRO-Offload", "DeepSpeed SuperOffload"
-PUBLISHED = rows.PUBLISHED
 OURS_HALF = "ours, 50 % clipped"
 
 
@@ -72,84 +58,6 @@ def test_all_contestants_of_a_cpu_train_the_same_way() -> None:
     assert results[OURS_HALF]["timed"]["clipped_steps"] == results[OURS_HALF]["timed"]["steps"] / 2
     assert stats[OURS_SYNCHRONOUS]["buckets_speculated"] == 0 < stats[OURS]["buckets_speculated"]
     assert stats[OURS]["steps"] == TOY.warm_up + TOY.blocks * TOY.steps
-
-
-# ---- what each slot measures -----------------------------------------------------------------------------------------
-
-
-def slot(name: str, device: str = "cuda") -> list[Job]:
-    return rows.all_jobs(rows.Plan(device, FULL, slot=name))
-
-
-def test_the_headline_comes_first_and_explanations_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = {name: slot(name) for name in ("first", "second", "third")}
-    for jobs in slots.values():
-        check_keys(jobs)
-        assert jobs[0].key == rows.SMOKE and all(rows.SMOKE in job.after for job in jobs[1:])
-        assert all(float(job.environment.get(DEVICE_TIMEOUT, "0")) < job.seconds for job in jobs)
-    first, second, third = ([job.key for job in jobs] for jobs in slots.values())
-    assert first[:4] == [rows.SMOKE, "link", "adam", "pack"]
-    ours = {f"{tokens} tokens, {name}" for tokens in (8192, 32768) for name in (ALL_ON_DEVICE, OURS, OURS_CLIPPED)}
-    assert ours < set(first[4:])
-    peer = f"8192 tokens, {GPU_PEER}"
-    order = [rows.TESTS, "races, always, eager", f"8192 tokens, {OURS}", rows.DEEPSPEED_KERNEL, peer]
-    assert second[1] == rows.TESTS and sorted(order, key=second.index) == order
-    assert {f"8192 tokens, {name}" for name in CONTESTANTS} < set(third) and "adam, by threads" in third
-    monkeypatch.setattr("benchmarks.gpu_suite.contestants.find_spec", lambda name: None)
-    absent = {job.key: job.absent for job in slot("second")}
-    assert absent[peer] == absent[rows.DEEPSPEED_KERNEL] == "deepspeed is not installed"
-    assert {job.key: job.absent for job in slot("third", "cpu")}["races, always, eager, sanitizer"] == "needs a GPU"
-
-
-def test_the_superchip_slot_has_the_published_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    jobs = slot("superchip")
-    check_keys(jobs)
-    training_rows = [job for job in jobs if job.settings["what"] == "published"]
-    assert [job.key for job in training_rows[:2]] == [f"hidden 2048, ranks: 1, {name}" for name in PUBLISHED[:2]]
-    assert len(training_rows) == len(HIDDEN_SIZES) * 2 * len(PUBLISHED), "1 and 2 GPUs"
-    ours = [job.settings for job in training_rows if PUBLISHED[0] in job.key]
-    found = [TrainRow.from_json({name: value for name, value in one.items() if name != "what"}) for one in ours]
-    sizes = {row.model.hidden: parameters_of(row.model) - 2 * row.model.vocabulary * row.model.hidden for row in found}
-    assert sizes == pytest.approx(dict(zip(HIDDEN_SIZES, PARAMETERS_WITHOUT_EMBEDDINGS, strict=True)), rel=0.11)
-    assert {(row.warm_up + row.blocks * row.steps, row.tokens) for row in found} == {(1000, 2048)}
-
-
-@pytest.mark.in_turn
-def test_two_ranks_train_the_published_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At toy size: as FSDP2 with torch's own optimizer does."""
-    names = ["--contestants", OURS_FSDP2, FSDP2_ON_DEVICE, GPU_PEER]
-    options = ["--device", "cpu", "--toy", "--slot", "superchip", "--ranks", "2", "--out", str(tmp_path), *names]
-    assert main(options) == 0
-    printed = capsys.readouterr().out
-    assert "hidden 32, ranks: 2" in printed and "needs a GPU" in printed
-    rows_of = json.loads((tmp_path / "gpu_suite.json").read_text())["rows"]
-    results = {row["key"]: row["result"] for row in rows_of if row["status"] == "done"}
-    ours, theirs = (results[f"hidden 64, ranks: 2, {name}"] for name in (OURS_FSDP2, FSDP2_ON_DEVICE))
-    assert ours["losses"] == pytest.approx(theirs["losses"], abs=5e-3)
-    assert ours["tokens_per_second"] == pytest.approx(2 * ours["tokens"] / ours["seconds_median"])
-
-
-def test_what_a_row_is_made_from_is_in_its_sources() -> None:
-    """What a source imports as it is loaded is a source too. A peer's row outlives a change of our optimizer."""
-    jobs = {job.key: job for job in slot("second")}
-    for job in jobs.values():
-        assert all((ROOT / part).exists() for part in job.sources), job.key
-        sources = {path for part in job.sources for path in [ROOT / part, *(ROOT / part).rglob("*.py")]}
-        for path in sorted(path for path in sources if path.suffix == ".py"):
-            assert imported_by(path) <= sources, f"{job.key}: {path.name}"
-    assert {"superoffload", "csrc"} <= set(jobs[f"8192 tokens, {OURS}"].sources)
-    assert not {"superoffload", "csrc"} & set(jobs[f"8192 tokens, {GPU_PEER}"].sources)
-
-
-def imported_by(path: Path) -> set[Path]:
-    """The modules of the suite and of the tests that are named at the top level."""
-    names = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    ours = [name for name in names if name.startswith(("benchmarks.gpu_suite", "tests"))]
-    return {path for name in ours if (path := ROOT / f"{name.replace('.', '/')}.py").is_file()}
 
 
 # ---- races -----------------------------------------------------------------------------------------------------------
@@ -233,56 +141,3 @@ def test_targets_are_computed_from_the_rows() -> None:
     assert set(missing.values()) == {("not measured", None)}
     on_cpu = judge(result_row(ALL_ON_DEVICE, 0.1), result_row(OURS, 0.1, device="cpu"))
     assert on_cpu["ours, iteration over the bound"] == ("not measured", pytest.approx(0.5))
-
-
-def test_what_counts_as_a_failure() -> None:
-    """A race that did not end is none that was won, and only a peer's failure is forgiven."""
-    for status in ("failed", "timed out"):
-        row = {"key": "races", "status": status, "settings": {"what": "races"}, "error": "exit status -11"}
-        (target,) = targets.all_targets([row])
-        assert target.verdict == "missed" and targets.is_wrong(row) and "-11" in short_table([row], [target])
-        assert targets.is_wrong({**row, "status": "done", "result": {"different_seeds": [3], "seeds": [1, 3]}})
-        for name in (OURS, BARE, GPU_PEER):
-            failed = {**result_row(name, 0.1), "status": status, "error": "exit status 1"}
-            assert targets.is_wrong(failed) is (name != GPU_PEER)
-            assert targets.is_wrong(result_row(name, None)) is (name == OURS), "elsewhere out of memory is a result"
-            assert targets.is_wrong(plain(result_row(name, 0.1, final_loss=math.nan))) is (name == OURS)
-
-
-# ---- the command line ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--device cpu", "add --toy"),
-        ("--device cpu --toy --contestants no-such", "contestants=no-such: expected some of"),
-        ("--device cpu --toy --tokens 33", "tokens=33: expected a multiple of 32"),
-        ("--device cpu --toy --time-limit 0", "time_limit=0.0: expected a positive number"),
-        ("--device cpu --toy --ranks 2", "ranks=[2]: expected numbers of GPUs from 1 on, with --slot superchip"),
-        ("--device cpu --toy --slot superchip --ranks 0", "ranks=[0]: expected numbers of GPUs from 1 on"),
-        ("--device cpu --toy --slot superchip --tokens 64", "slot=superchip: its rows have tokens"),
-        ("--device cpu --toy --slot superchip --contestants ours", "contestants=ours: expected some of ours, FSDP2, "),
-    ],
-)
-def test_bad_arguments(arguments: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--out", str(tmp_path), *arguments.split()]) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("place", ["a file", "a link", "a pipe"])
-def test_results_are_written_where_they_are_wanted(place: str, tmp_path: Path) -> None:
-    path, target = tmp_path / "found.json", tmp_path / "target"
-    target.write_text("old")
-    if place == "a link":
-        path.symlink_to(target)
-    if place == "a pipe":
-        os.mkfifo(path)
-    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if place == "a pipe" else None
-    write_results(path, {"rows": [{"a": 1}, {"a": 2}]})
-    text = path.read_text() if reading is None else os.read(reading, 1000).decode()
-    assert json.loads(text) == {"rows": [{"a": 1}, {"a": 2}]} and text.count("\n") == 6
-    assert path.is_symlink() == (place == "a link") and path.is_fifo() == (place == "a pipe")
-    assert {each.name for each in tmp_path.iterdir()} == {"found.json", "target"}
-    if reading is not None:
-        os.close(reading)
