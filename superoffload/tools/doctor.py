@@ -13,9 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import distributions
 from typing import Any
 
-import numpy as np
-
-from superoffload import __version__, _native, kernels
+from superoffload import __version__, kernels
 from superoffload.engine.journal_reservation import JOURNAL_BYTES_PER_PARAM
 from superoffload.errors import KernelsUnavailable
 from superoffload.host import processors as host
@@ -27,7 +25,6 @@ from superoffload.tools.output import check_writable, write_json
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 GIB = 1 << 30
 _DRIVER = "/proc/driver/nvidia/gpus"
-_BF16 = _native.ElementType.bf16
 _HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 _SUPERCHIP = re.compile("GH200|GB[23]00|GB10")  # in the name of a GPU
 # What /proc/cpuinfo calls what the kernels of a set need.
@@ -78,7 +75,7 @@ def diagnose(system: System) -> list[Finding]:
     """Examines the machine whose /proc and /sys ``system`` reads; torch and the kernels run on the real one."""
     parts = {"processors": processors, "kernels": instruction_sets, "memory": memory, "NUMA": numa, "GPU": gpus}
     found = [replace(one, topic=topic) for topic, part in parts.items() for one in part(system)]
-    found += [replace(one, topic="software") for one in software()] + [replace(self_test(), topic="self-test")]
+    found += [replace(one, topic="software") for one in software()]
     return [replace(one, level=one.level or (WARNING if one.remedy else OK)) for one in found]
 
 
@@ -218,38 +215,3 @@ def software() -> Iterator[Finding]:
             level = PROBLEM if name == "torch" else WARNING
             yield Finding(f"{user}: {works[user]}, found {found or 'none'}", f"pip install '{name}{wanted}'", level)
     yield Finding("; ".join(f"{user}: {state}" for user, state in works.items()))
-
-
-def bits_after(*operations: tuple[_native.Operation, int, float]) -> bytes:
-    """Returns the bits of a made-up state behind these (operation, step, factor); awkward values are in front."""
-    numel = 3 * kernels.BLOCK + 37  # whole blocks and a tail
-    master, gradient = np.random.default_rng(20).standard_normal((2, numel)).astype(np.float32)
-    master[:4], gradient[:6] = (0.0, -0.0, 1e-42, 3e38), (0.0, -0.0, 1e-42, np.inf, np.nan, 1e-30)
-    state, halves = (master, *np.zeros((2, numel), np.float32)), np.zeros((2, numel), np.uint16)
-    halves[0] = gradient.view(np.uint32) >> 16  # as bf16; the other half is the shadow
-    where, first, second, packed, shadow = (array.ctypes.data for array in (*state, *halves))
-    run = _native.Run(where, first, second, packed, shadow, numel, _BF16, _BF16)
-    work = _native.BucketWork([run], 24 * numel)  # every old word has room
-    for operation, step, factor in operations:
-        if step:
-            work.freeze(1e-3, 0.9, 0.999, 1e-8, 0.01, factor, False, [step])
-        if not work.run_all(operation):
-            return b""
-    return b"".join(array.tobytes() for array in state)
-
-
-def self_test() -> Finding:
-    """Undoes and replays a speculated step on every instruction set; all must give the same bits."""
-    do, ends, failed = _native.Operation, set(), []
-    start, speculated = [(do.step, step, 1.0) for step in (1, 2, 3)], (do.step_journaled, 4, 1.0)
-    for isa in kernels.available_isas():
-        with kernels.using_isa(isa):
-            before, end = bits_after(*start), bits_after(*start, (do.step, 4, 0.5))
-            undone = bits_after(*start, speculated, (do.undo, 0, 1.0))
-            replayed = bits_after(*start, speculated, (do.replay, 4, 0.5))
-        failed += [] if undone == before != end == replayed else [isa]
-        ends.add(end)
-    if failed or len(ends) > 1:
-        remedy = f"do not train; look at the machine's memory, try another set ({kernels.ISA_VARIABLE}), report this"
-        return Finding(f"not undone or replayed to the bit: {', '.join(failed) or 'sets differ'}", remedy, PROBLEM)
-    return Finding(f"a speculated step was undone and replayed to the bit: {', '.join(kernels.available_isas())}")

@@ -24,7 +24,7 @@ BUDGET = {
     "checkpoints": (2420, 15),
     "integrations": (3650, 34),
     "host": (1100, 12),
-    "tools": (1510, 9),
+    "tools": (1465, 9),
 }
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from superoffload import _native, kernels
+from superoffload import kernels
 from superoffload.errors import KernelsUnavailable
 from superoffload.host.control_groups import cpu_quota, usable_memory
 from superoffload.host.system import System
@@ -51,8 +51,8 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 
 
 def warnings_on(system: System) -> list[Finding]:
-    """What the machine's own parts say; software and self-test are those of this installation."""
-    return [one for one in doctor.diagnose(system) if one.level != OK and one.topic not in ("software", "self-test")]
+    """What the machine's own parts say; software is that of this installation."""
+    return [one for one in doctor.diagnose(system) if one.level != OK and one.topic != "software"]
 
 
 def one_warning(root: Path, files: Mapping[str, str], changes: Mapping[str, str | None]) -> Finding:
@@ -79,7 +79,7 @@ def test_the_command_examines_a_machine_without_torch() -> None:
         "import sys; sys.modules['torch'] = None\nfrom superoffload.tools.cli import main\nsys.exit(main(['doctor']))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert "torch sees none" in done.stdout and "self-test   ok" in done.stdout, done.stderr
+    assert done.returncode == 0 and "torch sees none" in done.stdout, done.stderr
 
 
 def test_an_instruction_set_that_is_not_here_ends_the_command_in_one_line() -> None:
@@ -88,32 +88,6 @@ def test_an_instruction_set_that_is_not_here_ends_the_command_in_one_line() -> N
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (EXIT_USAGE, "")
     assert done.stderr.startswith(f"superoffload: error: {kernels.ISA_VARIABLE}=mmx: ") and done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("broken", ["undo", "replay"])
-def test_the_self_test_finds_an_operation_that_is_off_by_one_bit(
-    broken: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    honest = doctor.bits_after
-
-    def inexact(*operations: tuple[_native.Operation, int, float]) -> bytes:
-        bits = honest(*operations)
-        wrong = operations[-1][0] == getattr(_native.Operation, broken) and kernels.current_isa() == "scalar"
-        return bytes([bits[0] ^ 1]) + bits[1:] if wrong else bits
-
-    monkeypatch.setattr(doctor, "bits_after", inexact)
-    assert main(["doctor"]) == 1
-    shown = capsys.readouterr().out
-    assert "self-test   PROBLEM  not undone or replayed to the bit: scalar\n" in shown and "problems: 1" in shown
-
-
-def test_the_self_test_finds_sets_that_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
-    if len(kernels.available_isas()) < 2:
-        pytest.skip("needs two instruction sets to disagree")
-    honest = doctor.bits_after
-    monkeypatch.setattr(doctor, "bits_after", lambda *calls: honest(*calls) + kernels.current_isa().encode())
-    found = doctor.self_test()
-    assert found.level == PROBLEM and "sets differ" in found.text
 
 
 def test_versions_decide_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
