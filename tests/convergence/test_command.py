@@ -61,22 +61,23 @@ def test_nothing_committed(
     assert ("INCONCLUSIVE" in printed) == bool(inconclusive) and inconclusive in summary["inconclusive"]
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ("--engine zero", "engine=zero: expected one of single, fsdp2"),
-        ("--ranks 0", "ranks=0: expected 1 to 64"),
-        (
-            "--engine single --ranks 2",
-            "one process is one rank; choose --engine fsdp2, ddp, tp, pp, ep, deepspeed, titan",
-        ),
-        ("--engine tp --ranks 1", "engine=tp with ranks=1: two ranks share each matrix"),
-        ("--ranks 2 --steps 10", "steps=10: expected at least 41"),
-        ("--ranks 2 --seed -1", "seed=-1: expected a whole number from 0"),
-        ("--device cuda", "device=cuda: expected engine single, fsdp2 or ddp, under torchrun"),
-        ("--json /no/such/folder/x.json", "json=/no/such/folder/x.json: the file cannot be written"),
-    ],
-)
-def test_refusals(options: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(options.split()) == 2
-    assert text in capsys.readouterr().err
+REFUSED = {
+    "--engine zero": "engine=zero: expected one of single, fsdp2",
+    "--ranks 0": "ranks=0: expected 1 to 64",
+    "--engine single --ranks 2": "one process is one rank; choose --engine fsdp2, ddp, tp, pp, ep, deepspeed, titan",
+    "--engine tp --ranks 1": "engine=tp with ranks=1: two ranks share each matrix",
+    "--ranks 2 --steps 10": "steps=10: expected at least 41",
+    "--ranks 2 --seed -1": "seed=-1: expected a whole number from 0",
+    "--device cuda": "device=cuda: expected engine single, fsdp2 or ddp, under torchrun",
+    "--json /no/such/folder/x.json": "json=/no/such/folder/x.json: the file cannot be written",
+}
+
+
+def test_refusals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for options, text in REFUSED.items():
+        assert main(options.split()) == 2
+        assert text in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["--ranks", "4"]) == 2
+    assert "ranks=4: 2 ranks were launched (WORLD_SIZE)" in capsys.readouterr().err

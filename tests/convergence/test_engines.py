@@ -23,7 +23,8 @@ from tests.support.rank_processes import pool
 pytestmark = pytest.mark.convergence
 
 # How many ranks each trains on; of four, two share a matrix or the experts, and fully_shard has two of these pairs.
-RANKS = {"fsdp2": 2, "ddp": 2, "deepspeed": 2, "pp": 2, "tp": 4, "ep": 4}
+# DDP: test_command.py.
+RANKS = {"fsdp2": 2, "deepspeed": 2, "pp": 2, "tp": 4, "ep": 4}
 
 
 def in_turn(engine: str, *more: object) -> Any:
@@ -66,6 +67,7 @@ def test_ranks_converge_as_one_process(engine: str) -> None:
     assert max(tolerance.weight_spread.values()) < 1e-3
 
 
+@pytest.mark.in_turn
 def test_ranks_converge_in_bf16_too() -> None:
     """There the order of summation counts."""
     setup = replace(setup_of("fsdp2"), dtype="bf16")
@@ -76,7 +78,7 @@ def test_ranks_converge_in_bf16_too() -> None:
 @pytest.mark.parametrize(
     ("engine", "fault"),
     [
-        *(("fsdp2", fault) for fault in ("none", "skip_publish", "apply_twice", "drop_clip", "swap_shards")),
+        *(("fsdp2", fault) for fault in ("skip_publish", "apply_twice", "drop_clip", "swap_shards")),
         *(("fsdp2", fault) for fault in IN_THE_LOOP),
         in_turn("tp", "skip_publish"),
         in_turn("pp", "apply_twice"),
@@ -89,7 +91,7 @@ def test_a_planted_fault_is_caught(engine: str, fault: str) -> None:
     curves: list[Curve] = pool(RANKS[engine]).run(mutated, setup_of(engine), fault, engine)
     assert [curve.error for curve in curves] == [""] * RANKS[engine] and result.tolerance is not None
     found = unequal(curves, result.of_ranks["never"]), stray(curves[0], result.tolerance)
-    assert [bool(problems) for problems in found] == [fault != "none"] * 2, found
+    assert all(found), found
 
 
 def test_engines_and_batches_that_cannot_be_trained_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,12 +97,10 @@ def life(names: tuple[str, ...], folder: str, point: str, how: str, cuts: int) -
 
 CASES = [
     ("exchange", "down", 0),
-    ("exchange", "silent", 1),
     ("step", "silent", 1),
     ("save", "silent", 0),
     ("second message of a save", "down", 1),
     ("construction", "down", 0),
-    ("construction", "silent", 1),
     ("roll call", "silent", 1),
 ]
 Case = tuple[str, str, int]

@@ -1,7 +1,10 @@
-"""fp32 gradients of bf16 parameters among ranks: FSDP2's reduction in fp32, and main_grad that its user reduces."""
+"""fp32 gradients of bf16 parameters among ranks: FSDP2's reduction in fp32, micro-batches that add up in fp32
+(accumulate_dtype), and main_grad that its user reduces."""
 
 from __future__ import annotations
 
+import itertools
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -9,152 +12,291 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW
 from superoffload.integrations.fsdp2 import keep_reduced_gradients
+from superoffload.optimizer.packed_gradient import packed_in
+from tests.support import fsdp2_cases
 from tests.support.adamw_training import model_of
+from tests.support.compatibility import compat
+from tests.support.fake_cuda import Fake, on_fake_device, on_host
 from tests.support.fp32_gradients import add_to_main_grad, by_kernels, needs_grad_dtype, parameters_of, precise_loss
-from tests.support.fsdp2_cases import STEPS, Case, build, train
-from tests.support.rank_processes import (
-    BF16,
-    error_of,
-    flat_mesh,
-    net,
-    on_ranks,
-    optimizer_of,
-    shard,
-    tokens_of,
-    whole,
-)
+from tests.support.layouts import layouts
+from tests.support.link_runs import LATE
+from tests.support.micro_batches import ROW
+from tests.support.rank_processes import BF16, data_rank, error_of, flat_mesh, net, on_ranks, optimizer_of, shard
+
+from tests.support.rank_processes import tokens_of, whole  # isort: skip
+
+MICROS = 4
+ASKED: dict[str, Any] = {"accumulate_dtype": "fp32"}
+BF16_NET = partial(net, torch.bfloat16)
 
 
-def sharded(case: Case) -> dict[str, Any]:
-    """In a rank: both modes, with the gradients of the last step."""
-    found: dict[str, Any] = {}
-    for mode in ("always", "never"):
-        model = build(case)
+def sharded_net() -> Any:
+    return shard(BF16_NET(), flat_mesh(), BF16)
+
+
+def trained_of(model: nn.Module) -> list[Any]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """Whole, in fp32."""
+    return [whole(param.grad).float() for param in trained_of(model)]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def window(model: Any, number: int, *, synced: bool) -> None:
+    """``synced``: every micro-batch is reduced, as FSDP2 does where nothing else is said."""
+    for micro in range(MICROS):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(synced or micro + 1 == MICROS)
+        model.loss(tokens_of(MICROS * number + micro, data_rank())).backward()
+
+
+def expected_gradients(*, synced: bool) -> list[Tensor]:
+    """Of the first window: what each rank's micro-batches give in bf16, added by torch in fp32."""
+    found: list[list[list[Tensor]]] = [[], []]  # of each rank, of each micro-batch
+    for rank, micro in itertools.product(range(2), range(MICROS)):
+        model = BF16_NET()
+        model.loss(tokens_of(micro, rank)).backward()
+        found[rank].append(gradients_of(model))
+    zero, sums = torch.zeros(()), []
+    for first, second in zip(*(zip(*micros, strict=True) for micros in found), strict=True):
+        if synced:
+            sums.append(sum(((a + b) / 2 for a, b in zip(first, second, strict=True)), zero))
+        else:
+            sums.append((sum(first, zero) + sum(second, zero)) / 2)
+    return sums
+
+
+def accumulated(synced: bool, kept: bool, mode: str, compares: bool) -> tuple[dict[str, str], float]:
+    """``kept``: the user has said it to FSDP2, and names no model. ``compares``: the first sums are those of fp32."""
+    model = sharded_net()
+    if kept:
         keep_reduced_gradients(model)
-        with optimizer_of(model, speculation=mode) as optimizer:
-            losses = train(model, optimizer, case, dist.get_rank(), dist.get_world_size())
-            found[mode] = (optimizer.state_digests(), losses)
-            found[f"{mode} stats"] = optimizer.stats()
-            found["dtypes"] = {param.grad.dtype for param in model.parameters() if param.grad is not None}
-            found["packed"] = {one.gradient_dtype for one in optimizer._engine.shards}
-    return found
+    options: dict[str, Any] = {"lr": 3e-3, "threads": 1, "bucket_numel": 1024, "rank_timeout": 20.0, **ASKED}
+    with AdamW(trained_of(model), speculation=mode, model=None if kept else model, **options) as optimizer:
+        for number in range(4):
+            optimizer.zero_grad()
+            optimizer.max_grad_norm = 0.05 if number == 2 else 50.0
+            window(model, number, synced=synced)
+            assert number or not compares or same(gradients_of(model), expected_gradients(synced=synced))
+            optimizer.step()
+        assert optimizer.stats()["clipped_steps"] >= 1
+        return optimizer.state_digests(), optimizer.stats()["buckets_speculated"]
 
 
-CASES = {
-    "micro-batches, tied, on the meta device": (
-        2, Case(dtype=torch.bfloat16, policy=BF16, micro_batches=2, tied=True, meta=True)
-    ),
-    "replicas": (4, Case(dtype=torch.bfloat16, policy=BF16, replicas=True)),
-}  # fmt: skip
+@compat(ROW, "fsdp2")
+@needs_grad_dtype
+@pytest.mark.parametrize("synced", [True, False])
+def test_micro_batches_add_up_in_fp32_and_speculation_changes_nothing(synced: bool) -> None:
+    always = on_ranks(2, accumulated, synced, synced, "always", False)
+    never = on_ranks(2, accumulated, synced, not synced, "never", True)
+    assert [one[0] for one in always] == [one[0] for one in never]
+    assert all(one[1] > 0 for one in always)
+
+
+@layouts(ROW, columns=("mesh", "stages"))
+@needs_grad_dtype
+def test_speculation_changes_nothing_on_a_mesh_and_in_stages(ranks: Any) -> None:
+    always, never = (ranks(2, accumulated, True, False, mode, False) for mode in ("always", "never"))
+    assert [one[0] for one in always] == [one[0] for one in never]
+    assert all(one[1] > 0 for one in always)
+
+
+def on_a_device(on_device: bool) -> tuple[dict[str, str], int]:
+    """Also how many gradients are freed behind a window."""
+    fake = Fake()
+    fake.delays(4, LATE)
+    with on_fake_device(fake) if on_device else on_host():
+        model = sharded_net()
+        with optimizer_of(model, rank_check="off", **ASKED) as optimizer:
+            for number in range(3):
+                optimizer.zero_grad()
+                for micro in range(2):
+                    fake.synchronize()
+                    model.loss(tokens_of(2 * number + micro, dist.get_rank())).backward()
+                optimizer.step()
+            fake.synchronize()
+            return optimizer.state_digests(), sum(packed_in(param.grad) is not None for param in model.parameters())
 
 
 @needs_grad_dtype
-@pytest.mark.parametrize("name", CASES)
-def test_speculation_changes_nothing(name: str) -> None:
-    count, case = CASES[name]
-    for result in on_ranks(count, sharded, case):
-        assert result["always"] == result["never"]
-        assert result["dtypes"] == result["packed"] == {torch.float32}
-        stats = result["always stats"]
-        assert stats["steps"] == STEPS - 1 and stats["skipped_steps"] == 1 and stats["clipped_steps"] >= 1
-        assert stats["buckets_speculated"] > 0 and stats["buckets_replayed"] > 0
-        assert result["never stats"]["buckets_speculated"] == 0
+def test_sharded_gradients_that_were_freed() -> None:
+    Fake()  # compiled here, not by two ranks at once
+    expected, found = on_ranks(2, on_a_device, False), on_ranks(2, on_a_device, True)
+    assert [one[0] for one in found] == [one[0] for one in expected]
+    assert all(one[1] == 0 for one in expected) and all(one[1] > 0 for one in found)
 
 
-def reduced_twice() -> tuple[bool, bool, list[str]]:
-    """In a rank: whether gradients are the mean of the ranks' in fp32 to the bit, and two of them the sum. Also what
-    models without such gradients are told."""
-    rows = [tokens_of(0, rank) for rank in range(2)]
-    parts = []
-    for tokens in rows:
-        model = net(torch.bfloat16)
-        model.loss(tokens).backward()
-        parts.append([p.grad.float() for p in model.parameters() if p.grad is not None])
-    means = [(a + b) / 2 for a, b in zip(*parts, strict=True)]
-    model = shard(net(torch.bfloat16), flat_mesh(), BF16)
-    keep_reduced_gradients(model)
-    once = []
-    with optimizer_of(model) as optimizer:
-        for times in (1, 2):
-            model.loss(rows[dist.get_rank()]).backward()
-            grads = [whole(p.grad) for p in model.parameters() if p.grad is not None]
-            once.append(all(torch.equal(g, times * m) for g, m in zip(grads, means, strict=True)))
+def held_twice() -> None:
+    model, plain, unused = sharded_net(), sharded_net(), sharded_net()
+    first = ExitStack()
+
+    def check_dtypes(dtype: torch.dtype) -> None:
+        window(model, 0, synced=True)
+        assert {param.grad.dtype for param in trained_of(model)} == {dtype}
+
+    first.enter_context(optimizer_of(model, **ASKED))
+    with optimizer_of(model, **ASKED) as second, optimizer_of(unused, **ASKED):
+        first.close()
+        check_dtypes(torch.float32)
+        second.step()
+        second.zero_grad()
+    for one in (model, plain, unused):
+        one.load_state_dict(plain.state_dict())
+    check_dtypes(torch.bfloat16)
+    for one in (plain, unused):
+        window(one, 0, synced=True)
+    assert all(same(gradients_of(one), gradients_of(plain)) for one in (model, unused)), "torch's own again"
+
+
+@needs_grad_dtype
+def test_the_last_optimizer_takes_back_what_fsdp2_was_told() -> None:
+    on_ranks(2, held_twice)
+
+
+def sharded_later(named: bool) -> str:
+    """As Accelerate does it: parameters that fully_shard has made take the place of those that there were."""
+    model = BF16_NET()
+    options: dict[str, Any] = {"threads": 1, "rank_timeout": 20.0, "model": model if named else None}
+    with AdamW(trained_of(model), **ASKED, **options) as optimizer:
+        before = trained_of(model)
+        shard(model, flat_mesh(), BF16)
+        optimizer.param_groups[0]["params"] = trained_of(model)
+        if not named:
+            return error_of(optimizer.step)
+        optimizer.synchronize()
+        assert {param.grad_dtype for param in before} == {torch.bfloat16}
+        window(model, 0, synced=True)
+        assert same(gradients_of(model), expected_gradients(synced=True))
         optimizer.step()
-    plain = shard(net(torch.bfloat16), flat_mesh())
-    errors = [error_of(partial(keep_reduced_gradients, model)) for model in (nn.Linear(2, 2), plain)]
-    return once[0], once[1], errors
+        assert optimizer.stats()["steps"] == 1
+        return ""
 
 
 @needs_grad_dtype
-def test_they_are_the_sums_that_the_reduction_made() -> None:
-    for once, twice, (unsharded, unreduced) in on_ranks(2, reduced_twice):
-        assert once and twice
+def test_parameters_that_are_sharded_behind_the_optimizer() -> None:
+    on_ranks(2, sharded_later, True)
+    for error in on_ranks(2, sharded_later, False):
+        assert error.startswith("ArgumentError: accumulate_dtype='fp32'") and "pass model=" in error
+
+
+def refused() -> list[str]:
+    narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    plain, rounded, unnamed = (shard(BF16_NET(), flat_mesh(), policy) for policy in (None, narrow, BF16))
+    replica, behind = (DistributedDataParallel(model_of(torch.bfloat16)) for _ in range(2))
+    made = [(plain, plain), (rounded, rounded), (unnamed, None), (replica, replica)]
+    errors = [error_of(partial(AdamW, params.parameters(), model=model, **ASKED)) for params, model in made]
+    for params, _ in made:
+        assert {param.grad_dtype for param in params.parameters()} == {torch.bfloat16}
+    with AdamW(behind.parameters(), threads=1, **ASKED):  # DDP that we do not know of says it itself
+        errors.append(error_of(lambda: behind(torch.ones(2, 16).bfloat16()).sum().backward()))
+    mine = model_of(torch.bfloat16)
+    with AdamW(mine.parameters(), threads=1, rank_timeout=60.0, **(ASKED if dist.get_rank() == 0 else {})) as optimizer:
+        for param in mine.parameters():
+            param.grad = torch.ones_like(param, dtype=param.grad_dtype)
+        errors.append(error_of(optimizer.step))
+    AdamW(shard(net(torch.float32), flat_mesh()).parameters(), **ASKED).close()  # fp32 parameters need no model=
+    return errors + [error_of(partial(keep_reduced_gradients, model)) for model in (nn.Linear(2, 2), plain)]
+
+
+@needs_grad_dtype
+def test_what_cannot_be_served_is_refused() -> None:
+    for plain, rounded, unnamed, replica, behind, one_rank, unsharded, unreduced in on_ranks(2, refused):
+        assert "reduce_dtype=None: gradients would be rounded" in plain
+        assert "reduce_dtype=torch.bfloat16: gradients would be rounded" in rounded
+        assert "is a DTensor" in unnamed and "pass model=" in unnamed
+        assert "is reduced by DistributedDataParallel" in replica
+        assert all(error.startswith("ArgumentError: accumulate_dtype='fp32'") for error in (plain, unnamed, replica))
+        assert "Expected BFloat16, got Float" in behind
+        assert one_rank.startswith("RankError") and "accumulate_dtype" in one_rank
         assert unsharded.startswith("ArgumentError: model: Linear, of which nothing is sharded")
         assert "without MixedPrecisionPolicy(reduce_dtype=torch.float32)" in unreduced
 
 
-def reduced_by_hand(mode: str, replicated: str) -> tuple[dict[str, str], list[Tensor], float]:
-    """In a rank: main_grad is added up by kernels and averaged behind backward, as Megatron does. Or one process."""
+def reduced_in_fp32() -> None:
+    case = fsdp2_cases.Case(torch.bfloat16, BF16, micro_batches=2, tied=True, meta=True, replicas=True)
+    found = []
+    for mode in ("always", "never"):
+        model = fsdp2_cases.build(case)
+        keep_reduced_gradients(model)
+        with optimizer_of(model, speculation=mode) as optimizer:
+            losses = fsdp2_cases.train(model, optimizer, case)
+            found.append((optimizer.state_digests(), losses))
+            dtypes = {param.grad.dtype for param in trained_of(model)}
+            assert dtypes == {one.gradient_dtype for one in optimizer._engine.shards} == {torch.float32}
+            stats = optimizer.stats()
+            assert (stats["buckets_speculated"] > 0) == (stats["buckets_replayed"] > 0) == (mode == "always")
+    assert found[0] == found[1]
+    assert stats["steps"] == fsdp2_cases.STEPS - 1 and stats["skipped_steps"] == 1 and stats["clipped_steps"] >= 1
+
+
+@needs_grad_dtype
+def test_speculation_changes_nothing_where_fsdp2_reduces_in_fp32() -> None:
+    on_ranks(4, reduced_in_fp32)
+
+
+def by_hand(mode: str, replicated: str) -> tuple[list[Tensor], float]:
+    """main_grad is added up by kernels and averaged behind backward, as Megatron does. In a rank, or one process."""
     model = model_of(torch.bfloat16)
     by_kernels(model)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    seeds = [dist.get_rank()] if ranks > 1 else [0, 1]
-    with AdamW(
-        model.parameters(), lr=1e-2, max_grad_norm=0.2, speculation=mode, threads=1, replicated=replicated
-    ) as optimizer:
+    options: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 0.2, "threads": 1, "replicated": replicated}
+    with AdamW(model.parameters(), speculation=mode, **options) as optimizer:
         for step in range(3):
             optimizer.zero_grad()
-            for seed in seeds:
+            for seed in [dist.get_rank()] if ranks > 1 else [0, 1]:
                 precise_loss(model, 10 * step + seed).backward()
             for param in parameters_of(model):
-                main = param.main_grad
                 if ranks > 1:
-                    dist.all_reduce(main)
-                main.div_(2)
+                    dist.all_reduce(param.main_grad)
+                param.main_grad.div_(2)
                 param.grad = None  # as Megatron's hook does with what kernels return
             optimizer.step()
-        weights = [param.detach().clone() for param in model.parameters()]
-        return optimizer.state_digests(), weights, optimizer.stats()["buckets_speculated"]
+        return [param.detach().clone() for param in model.parameters()], optimizer.stats()["buckets_speculated"]
 
 
 @pytest.mark.parametrize(("replicated", "mode"), [("replicate", "always"), ("shard", "never")])
 def test_main_grad_that_is_reduced_by_hand(replicated: str, mode: str) -> None:
-    _, expected, _ = reduced_by_hand("never", "replicate")
-    for _, weights, speculated in on_ranks(2, reduced_by_hand, mode, replicated):
-        assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
+    expected, _ = by_hand("never", "replicate")
+    for weights, speculated in on_ranks(2, by_hand, mode, replicated):
+        assert same(weights, expected)
         assert speculated == 0, "nothing says during backward that it is reduced"
 
 
-def reduced_by_ddp(with_main_grad: bool) -> tuple[list[Tensor], float]:
-    """In a rank: what DDP has reduced is added to main_grad behind backward."""
+def by_ddp(with_main_grad: bool) -> tuple[list[Tensor], float]:
+    """What DDP has reduced is added to main_grad behind backward."""
     module = model_of(torch.bfloat16)
     if with_main_grad:
         by_kernels(module)
-    model = nn.parallel.DistributedDataParallel(module)
+    model = DistributedDataParallel(module)
     with AdamW(module.parameters(), lr=1e-2, speculation="always", threads=1, model=model) as optimizer:
         for step in range(3):
             optimizer.zero_grad()
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
             model(torch.randn(8, 16, generator=generator).bfloat16()).square().mean().backward()
-            if with_main_grad:
-                for param in module.parameters():
-                    add_to_main_grad(param)
+            for param in module.parameters() if with_main_grad else ():
+                add_to_main_grad(param)
             optimizer.step()
         return [param.detach().clone() for param in module.parameters()], optimizer.stats()["buckets_speculated"]
 
 
 def test_main_grad_under_ddp() -> None:
     """What the reduction hands over is not the gradient yet."""
-    (ours, speculated), (theirs, _) = (on_ranks(2, reduced_by_ddp, given)[0] for given in (True, False))
-    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-    assert speculated == 0
+    (ours, speculated), (theirs, _) = (on_ranks(2, by_ddp, given)[0] for given in (True, False))
+    assert same(ours, theirs) and speculated == 0
 
 
 def unreduced() -> str:
-    """In a rank: each has a main_grad of its own, and steps a part of the parameters."""
+    """Each has a main_grad of its own, and steps a part of the parameters."""
     model = model_of(torch.bfloat16)
     by_kernels(model)
     with AdamW(model.parameters(), threads=1, replicated="shard", rank_timeout=20.0) as optimizer:

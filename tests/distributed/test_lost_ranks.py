@@ -167,17 +167,14 @@ class SilentStore(EndingStore):
             raise
 
 
-@pytest.mark.parametrize("store", [EndingStore, SilentStore])
-@pytest.mark.parametrize(("answers", "missing"), [(0, [0]), (1, [0]), (2, [2])])
-def test_a_first_rank_that_has_answered_and_ended_is_not_called_lost(
-    store: Any, answers: int, missing: list[int]
-) -> None:
-    roll_call = RollCall([0, 1, 2], 1, 0.2)
-    roll_call.address = ("10.0.0.1", 29500)
-    roll_call._store = store(answers)
-    why = "could not be reached" if store is SilentStore else "has ended"
-    unknown = f"; the roll call of rank 0 on 10.0.0.1 {why}, so nothing is known of rank 2" if missing == [0] else ""
-    assert roll_call.who_is_missing(7, Hosts({})) == (missing, unknown)
+def test_a_first_rank_that_has_answered_and_ended_is_not_called_lost() -> None:
+    for store, answers, missing in ((EndingStore, 0, [0]), (SilentStore, 1, [0]), (EndingStore, 2, [2])):
+        roll_call = RollCall([0, 1, 2], 1, 0.2)
+        roll_call.address = ("10.0.0.1", 29500)
+        vars(roll_call)["_store"] = store(answers)
+        why = "could not be reached" if store is SilentStore else "has ended"
+        unknown = f"; the roll call of rank 0 on 10.0.0.1 {why}, so nothing is known of rank 2"
+        assert roll_call.who_is_missing(7, Hosts({})) == (missing, unknown if missing == [0] else "")
 
 
 def train_in_two_worlds(folder: str) -> tuple[int, int, str]:

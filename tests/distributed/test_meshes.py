@@ -19,13 +19,16 @@ def both_ways(name: str, dtype: torch.dtype) -> list[Any]:
     return [train(name, dtype=dtype, speculation=mode) for mode in ("always", "never")]
 
 
-# tp4 and fsdp4 x tp1 have no layout of their own: each cut is in another one, by two ranks
-USED = ["tp2 sp", "fsdp2 x tp2", "hsdp2x1 x tp2", "ep2", "fsdp2 x ep2"]
+# tp4 and fsdp4 x tp1 have no layout of their own: each cut is in another one, by two ranks; so is that of ep2
+USED = ["tp2 sp", "fsdp2 x tp2", "hsdp2x1 x tp2", "fsdp2 x ep2"]
 
 
 @pytest.mark.parametrize("name", USED)
 def test_it_trains_like_one_process_whatever_is_speculated(name: str) -> None:
     """Sums over ranks are in another order, so the last bits differ from those of one process."""
+    if name == "fsdp2 x tp2":
+        for speculative, synchronous in on_ranks(4, both_ways, name, torch.bfloat16):
+            assert_same(speculative, synchronous)
     alone = train_alone(name)
     for speculative, synchronous in on_ranks(LAYOUTS[name].ranks, both_ways, name, torch.float32):
         assert_same(speculative, synchronous)
@@ -43,16 +46,10 @@ def assert_same(speculative: Any, synchronous: Any) -> None:
     assert stats["buckets_committed"] and stats["buckets_replayed"]
 
 
-def test_bf16_parameters_on_a_mesh() -> None:
-    for speculative, synchronous in on_ranks(4, both_ways, "fsdp2 x tp2", torch.bfloat16):
-        assert_same(speculative, synchronous)
-
-
 FOUND = [
     ("fsdp2 x tp2", "skip_publish", "rank 1: blocks.0.norm.weight: the published parameter is not round(master)"),
     ("tp2 sp", "swap_mesh_shards", "blocks.0.down.weight: the published parameter is not round(master)"),
     ("tp2 sp", "drop_clip", "rank 1: "),
-    ("fsdp2 x tp2", "apply_twice", "norm.weight: its "),
     ("tp2 sp", "one_summand", "norm.weight: its gradient differs from that of rank"),
     ("fsdp2 x ep2", "stale_parameters", "what its forward reads is not what rank"),
 ]

@@ -6,14 +6,13 @@ import gc
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW
-from tests.support.rank_processes import Net, error_of, loss_of, net, on_ranks, optimizer_of
+from tests.support.rank_processes import Net, error_of, loss_of, net, on_ranks
 
 OPTIONS: dict[str, Any] = {"lr": 3e-3, "threads": 1, "bucket_numel": 1024, "rank_timeout": 20.0}
 
@@ -86,16 +85,14 @@ def test_each_phase_gets_its_own_optimizer() -> None:
         assert all(equal and speculated > 0 for equal, speculated in found)
 
 
-def uneven(kind: str) -> Any:
-    """Rank 0 has two batches more than rank 1."""
+def uneven(kind: str, speculation: str = "adaptive") -> Any:
+    """Rank 0 has two batches more than rank 1. An error, or weights and how many buckets were committed and undone."""
     inner = net(torch.float32)
     model = DistributedDataParallel(inner, bucket_cap_mb=0.005)
     trained = [p for p in inner.parameters() if p.requires_grad]
-    optimizer: Any
-    if kind == "torch":
-        optimizer = torch.optim.AdamW(trained, lr=3e-3)
-    else:
-        optimizer = AdamW(trained, **OPTIONS, model=model, replicated=kind, max_grad_norm=100.0)
+    optimizer: Any = torch.optim.AdamW(trained, lr=3e-3)
+    if kind != "torch":
+        optimizer = AdamW(trained, **OPTIONS, model=model, replicated=kind, speculation=speculation)
 
     def train() -> None:
         with model.join():
@@ -105,10 +102,11 @@ def uneven(kind: str) -> Any:
                 optimizer.step()
 
     with optimizer if isinstance(optimizer, AdamW) else nullcontext():
-        if kind in ("torch", "local"):
-            train()
-            return [p.tolist() for p in inner.parameters()]
-        return error_of(train)
+        if kind not in ("torch", "local"):
+            return error_of(train)
+        train()
+        stats = optimizer.stats() if kind == "local" else {"buckets_committed": 0, "buckets_undone": 0}
+        return [p.tolist() for p in inner.parameters()], stats["buckets_committed"], stats["buckets_undone"]
 
 
 def test_ranks_that_run_out_of_inputs_end_with_an_error_that_says_what_works() -> None:
@@ -119,31 +117,9 @@ def test_ranks_that_run_out_of_inputs_end_with_an_error_that_says_what_works() -
         assert "join()" in error and "replicated='local'" in error
 
 
-@pytest.mark.filterwarnings("ignore:superoffload. max_grad_norm")
-def test_ranks_that_step_by_themselves_run_out_of_inputs_as_with_torch() -> None:
-    ours, theirs = on_ranks(2, uneven, "local"), on_ranks(2, uneven, "torch")
-    for mine, others in zip(ours, theirs, strict=True):
-        for one, other in zip(mine, others, strict=True):
+def test_ranks_that_step_by_themselves_take_what_ddp_has_reduced_and_run_out_of_inputs_as_with_torch() -> None:
+    always, never, theirs = (on_ranks(2, uneven, *how) for how in (("local", "always"), ("local", "never"), ("torch",)))
+    for (weights, committed, undone), (waited, *_), (torchs, *_) in zip(always, never, theirs, strict=True):
+        assert weights == waited and committed > 0 == undone
+        for one, other in zip(weights, torchs, strict=True):
             torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-5, atol=1e-6)
-
-
-def alone(speculation: str) -> tuple[list[Any], int, int]:
-    inner = net(torch.float32)
-    model = DistributedDataParallel(inner, bucket_cap_mb=0.005)
-    with optimizer_of(model, replicated="local", max_grad_norm=None, speculation=speculation) as optimizer:
-        for seed in range(4):
-            optimizer.zero_grad()
-            loss_of(model, seed).backward()
-            optimizer.step()
-        stats = optimizer.stats()
-        undone = int(stats["buckets_undone"])
-        return [p.tolist() for p in inner.parameters()], int(stats["buckets_committed"]), undone
-
-
-def test_a_rank_that_steps_by_itself_takes_what_ddp_has_reduced() -> None:
-    always, never = on_ranks(2, alone, "always"), on_ranks(2, alone, "never")
-    assert [weights for weights, *_ in always] == [weights for weights, *_ in never]
-    assert always[0][0] == always[1][0]
-    for _, committed, undone in always:
-        assert committed > 0
-        assert undone == 0

@@ -29,17 +29,6 @@ from tests.support.rank_processes import error_of, mesh_of, on_ranks
 # ---- boxes --------------------------------------------------------------------------------------------------------
 
 
-def test_a_box_selects_its_elements() -> None:
-    whole = torch.arange(60).view(3, 4, 5)
-    box = Box((1, 0, 2), (2, 4, 3))
-    assert torch.equal(box.of(whole), whole[1:3, :, 2:5]) and box.numel == 24
-    assert box.first_in(whole.shape) == whole[1, 0, 2]
-    outer = Box((2, 0), (4, 6))
-    assert Box((3, 1), (2, 2)).within(outer) == Box((1, 1), (2, 2)) and outer.within(outer) == Box((0, 0), (4, 6))
-    for outside in (Box((1, 1), (2, 2)), Box((3, 5), (1, 2)), Box((5, 0), (2, 1))):
-        assert outside.within(outer) is None
-
-
 GRID = [Box((r, c), (h, w)) for r, h in ((0, 2), (2, 3)) for c, w in ((0, 1), (1, 3), (4, 2))]
 
 
@@ -62,16 +51,6 @@ def test_boxes_that_fit_and_boxes_that_do_not() -> None:
 
 def pair(*runs: tuple[int, int]) -> Pair:
     return tuple(o for o, _ in runs), tuple(n for _, n in runs)
-
-
-def test_ranks_with_the_same_box_are_replicas() -> None:
-    left, right, nothing = pair((0, 4), (0, 3)), pair((0, 4), (3, 3)), pair((4, 0), (0, 6))
-    owners = OwnersTable().owners("w", (4, 6), (3, 5, 6, 8, 9), [left, right, left, nothing, nothing])
-    assert owners.replicas.groups == ((3, 6), (5,), (8,), (9,)), "empty parts are no replicas"
-    assert dict(owners.parts()) == {3: Box(*left), 5: Box(*right)}
-    assert [owners.writer_of(rank) for rank in (3, 5, 6, 8)] == [3, 5, 3, None]
-    empty = OwnersTable().owners("w", (0, 6), (3, 5), [pair((0, 0), (0, 6))] * 2)
-    assert [empty.writer_of(rank) for rank in (3, 5)] == [3, 3], "a file lists an empty parameter too"
 
 
 def test_parts_that_overlap_or_leave_a_gap_are_refused() -> None:

@@ -48,7 +48,6 @@ def test_it_trains_like_one_process(way: str) -> None:
 
 
 FOUND = [
-    ("pp2", "drop_clip", 1, "rank 1: "),
     ("pp2 x fsdp2", "skip_publish", 3, "rank 3: blocks.1."),
     ("pp2 x tp2", "apply_twice", 3, "rank 3: blocks.1.norm.weight: its "),
     ("pp2 x fsdp2 tied", "one_summand", 3, "rank 3: embedding.weight: its gradient differs from that of rank 1"),
@@ -121,19 +120,6 @@ def listing(name: str, *shape: int) -> Listing:
 
 def whole(one: Listing) -> Any:
     return (0,) * len(one.shape), one.shape
-
-
-def test_a_roster_sorts_ranks_into_cohorts() -> None:
-    a, b, c, tied = listing("a", 4), listing("b", 2, 3), listing("c", 1), listing("tied", 5)
-    listings = {0: [a, tied], 2: [a, tied], 3: [tied, b], 5: [b, c]}
-    roster = Roster(listings, {rank: list(map(whole, ones)) for rank, ones in listings.items()}, OwnersTable())
-    assert [cohort.ranks for cohort in roster.cohorts] == [(0, 2), (3,), (5,)]
-    assert roster.owners["a", 0].replicas.groups == ((0, 2),)
-    assert roster.owners["tied", 0].replicas.groups == ((0, 2, 3),)
-    assert roster.owners["b", 0].replicas.groups == ((3, 5),)
-    assert roster.replicas_of(3) == [(0, 2, 3), (3, 5)]
-    assert roster.holders(("tied", 0)) == [(0, 1), (2, 1), (3, 0)] and roster.place_on(3, ("b", 0)) == 1
-    assert [cohort.name(0) for cohort in roster.cohorts] == ["a", "tied", "b"]
 
 
 def test_a_part_that_no_rank_has_is_named() -> None:

@@ -13,7 +13,6 @@ from tests.support.split_masters import same_bits
 
 SHAPES = {"rows.weight": (64, 40), "columns.weight": (24, 70), "experts.weight": (4, 30, 28)}
 CUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
-    "columns": ((2,), (Shard(1),)),
     "rows and columns": ((2, 2), (Shard(0), Shard(1))),
     "last dimension, uneven": ((4,), (Shard(-1),)),
 }
@@ -50,22 +49,13 @@ def trained(names: list[str], cut: str | None, speculation: str) -> dict[str, li
         return found
 
 
-def same_as_whole(cut: str) -> list[str]:
-    """Names what differs between parts and whole parameters, which come in another order."""
-    parts = trained(list(SHAPES), cut, "always")
-    whole = trained(list(reversed(SHAPES)), None, "never")
-    return [
-        f"{name}: {what}"
-        for name in SHAPES
-        for what, one, other in zip(
-            ("parameter", "master", "exp_avg", "exp_avg_sq"), parts[name], whole[name], strict=True
-        )
-        if not same_bits(one, other)
-    ]
+def same_as_whole(cut: str) -> None:
+    """Whole parameters come in another order."""
+    parts, whole = trained(list(SHAPES), cut, "always"), trained(list(reversed(SHAPES)), None, "never")
+    for name in SHAPES:
+        assert all(map(same_bits, parts[name], whole[name])), name
 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_parts_have_the_bits_of_the_whole_parameter(cut: str) -> None:
-    sizes, _ = CUTS[cut]
-    ranks = 4 if sizes != (2,) else 2
-    assert on_ranks(ranks, same_as_whole, cut) == [[]] * ranks
+    on_ranks(4, same_as_whole, cut)

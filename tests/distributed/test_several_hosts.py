@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -30,7 +29,11 @@ needs_namespaces = pytest.mark.skipif(missing_for_namespaces() is not None, reas
 
 TIMEOUT = 5.0  # ours
 OF_TORCH = 8.0  # the time-out of torch.distributed's own collectives
-STEPS, FAILS_AT = 6, 4
+RANKS, STEPS, FAILS_AT = 4, 6, 4
+Case = tuple[str, str]  # when and what
+WHOLE: Case = ("never", "nothing")
+LOST = [("backward", "the link dies"), ("exchange", "the link dies"), ("exchange", "the second host freezes")]
+SURVIVED = [("backward", "the link slows"), ("backward", "the link loses packets")]
 
 
 @dataclass
@@ -42,46 +45,45 @@ class Run:
     left: dict[str, str] = field(default_factory=dict)
 
 
-@contextmanager
-def before_the_verdict(step: int, action: Callable[[], None]) -> Iterator[None]:
-    """Runs the action in the middle of a step: all is stepped, and the message for the verdict is still to be sent."""
-    start = RankSession.start
-
-    def starting(session: RankSession, sums: dict[int, float]) -> None:
-        if session._call == step:
-            action()
-        start(session, sums)
-
-    with mock.patch.object(RankSession, "start", starting):
-        yield
+def happen(what: str, names: tuple[str, ...], rank: int) -> None:
+    if what == "the second host freezes" and rank >= RANKS // 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif rank == 0 and what == "the link dies":
+        cut(names, "silent", 0)
+    elif rank == 0 and what == "the link slows":
+        slow(names, megabits=5, queue=1 << 20)
+    elif rank == 0 and what == "the link loses packets":
+        slow(names, megabits=20, queue=6000)
 
 
 def mesh_of_hosts() -> DeviceMesh:
     """One row of ranks per host. The groups that ``init_device_mesh`` makes would wait half an hour."""
-    mesh = torch.arange(dist.get_world_size()).view(2, -1)
-    groups = [
-        dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timedelta(seconds=OF_TORCH))[0]
-        for rows in (mesh.T, mesh)
-    ]
+    mesh, wait = torch.arange(RANKS).view(2, -1), timedelta(seconds=OF_TORCH)
+    groups = [dist.new_subgroups_by_enumeration(rows.tolist(), timeout=wait)[0] for rows in (mesh.T, mesh)]
     return DeviceMesh.from_group(groups, "cpu", mesh, mesh_dim_names=("replicas", "shards"))
 
 
-def train(names: tuple[str, ...], at: str, trouble: Callable[[tuple[str, ...], int], None]) -> Run:
-    """Hosts hold replicas of each other's shards (HSDP). ``trouble`` is called with the rank at the point ``at``."""
-    rank = join_world(names, OF_TORCH)
+def train(names: tuple[str, ...], at: str, what: str) -> Run:
+    """Hosts hold replicas of each other's shards (HSDP). It happens in backward, or right before the message for the
+    verdict is sent: all is stepped then."""
+    rank, start = join_world(names, OF_TORCH), RankSession.start
     model = shard(net(torch.bfloat16, width=40), mesh_of_hosts(), BF16)
     options: dict[str, Any] = {"speculation": "always", "threads": 1}
     optimizer = AdamW(model.parameters(), model=model, max_grad_norm=0.5, rank_timeout=TIMEOUT, **options)
     run = Run()
+
+    def starting(session: RankSession, sums: dict[int, float]) -> None:
+        if at == "exchange" and session._call == FAILS_AT:
+            happen(what, names, rank)
+        start(session, sums)
+
     for step in range(1, STEPS + 1):
         try:
+            loss = model.loss(tokens_of(step, rank))
             if at == "backward" and step == FAILS_AT:
-                loss = model.loss(tokens_of(step, rank))
-                trouble(names, rank)
-                loss.backward()
-            else:
-                model.loss(tokens_of(step, rank)).backward()
-            with before_the_verdict(FAILS_AT if at == "exchange" else 0, lambda: trouble(names, rank)):
+                happen(what, names, rank)
+            loss.backward()
+            with mock.patch.object(RankSession, "start", starting):
                 optimizer.step()
             optimizer.zero_grad()
         except Exception as error:
@@ -92,108 +94,64 @@ def train(names: tuple[str, ...], at: str, trouble: Callable[[tuple[str, ...], i
     return run
 
 
-# ---- what happens, on a rank ----------------------------------------------------------------------------------------
-
-
-def nothing(names: tuple[str, ...], rank: int) -> None:
-    pass
-
-
-def the_link_dies(names: tuple[str, ...], rank: int) -> None:
-    if rank == 0:
-        cut(names, "silent", 0)
-
-
-def the_second_host_freezes(names: tuple[str, ...], rank: int) -> None:
-    if rank >= dist.get_world_size() // 2:
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def the_link_slows(names: tuple[str, ...], rank: int) -> None:
-    if rank == 0:
-        slow(names, megabits=5, queue=1 << 20)
-
-
-def the_link_loses_packets(names: tuple[str, ...], rank: int) -> None:
-    if rank == 0:
-        slow(names, megabits=20, queue=6000)
-
-
-# ---- tests ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Told:
-    runs: list[Run]
-    dropped: int
-
-
-RANKS = 4
-Case = tuple[str, Callable[[tuple[str, ...], int], None]]
-LOST = [(at, trouble) for at in ("backward", "exchange") for trouble in (the_link_dies, the_second_host_freezes)]
-SURVIVED: list[Any] = [the_link_slows, the_link_loses_packets]
-CASES: list[Case] = [("", nothing), *LOST, *(("backward", trouble) for trouble in SURVIVED)]
-
-
-def tell(case: Case) -> Told:
-    """Runs ranks on two hosts. Frozen ones go on when all others have ended."""
-    at, trouble = case
-    first, second = range(2), range(2, RANKS)
+def tell(case: Case) -> tuple[list[Run], int]:
+    """Runs ranks on two hosts; also how many packets were lost. Frozen ranks go on when all others have ended."""
+    first, second = range(RANKS // 2), range(RANKS // 2, RANKS)
     with Link() as link:
         ranks = LocalRanks(RANKS, init=False)
         try:
-            ranks.start(train, link.names, at, trouble)
+            ranks.start(train, link.names, *case)
             outcomes = ranks.collect(100.0, first)
-            for rank in second if trouble is the_second_host_freezes else ():
+            for rank in second if "freezes" in case[1] else ():
                 os.kill(ranks.processes[rank].pid, signal.SIGCONT)
             outcomes += ranks.collect(100.0, second)
             lost = dropped(link.names)
         finally:
             ranks.close()
     assert not any(outcome.error for outcome in outcomes), outcomes
-    return Told([outcome.value for outcome in outcomes], lost)
+    return [outcome.value for outcome in outcomes], lost
 
 
 @pytest.fixture(scope="module")
-def told() -> Iterator[Callable[[Case], Told]]:
+def told() -> Iterator[Callable[[Case], tuple[list[Run], int]]]:
     """All runs, side by side once one is asked for: most of each is waiting for a time-out."""
-    started: dict[Case, Future[Told]] = {}
+    started: dict[Case, Future[Any]] = {}
     with ThreadPoolExecutor(4) as threads:
 
-        def ask(case: Case) -> Told:
+        def ask(case: Case) -> Any:
             if not started:
-                started.update({one: threads.submit(tell, one) for one in CASES})
+                started.update({one: threads.submit(tell, one) for one in (WHOLE, *LOST, *SURVIVED)})
             return started[case].result()
 
         yield ask
 
 
 @needs_namespaces
-@pytest.mark.parametrize(("at", "trouble"), LOST, ids=lambda value: getattr(value, "__name__", value))
-def test_survivors_end_in_time_with_the_last_finished_step(at: str, trouble: Any, told: Callable[[Case], Told]) -> None:
-    runs, whole = told((at, trouble)).runs, told(("", nothing)).runs
+@pytest.mark.parametrize("case", LOST, ids=": ".join)
+def test_survivors_end_in_time_with_the_last_finished_step(case: Case, told: Any) -> None:
+    (runs, _), (whole, _) = told(case), told(WHOLE)
     for rank, (run, unharmed) in enumerate(zip(runs, whole, strict=True)):
         assert run.after == unharmed.after[: FAILS_AT - 1] and run.left == run.after[-1], (rank, run.error)
-        if at == "backward":  # in FSDP2's own collective: its error, after its time-out
+        if case[0] == "backward":  # in FSDP2's own collective: its error, after its time-out
             assert run.error.startswith("RuntimeError"), (rank, run.error)
             continue
         assert run.error.startswith("RankError: the verdict of step 4: "), run.error
         if rank < 2:
             assert f"rank 2, 3 on {HOSTS[1]} did not take part within 5 s (seen from rank {rank} on" in run.error
-        elif trouble is the_link_dies:
+        elif case[1] == "the link dies":
             words = f"rank 0 on {HOSTS[0]} did not take part within 5 s (seen from rank {rank} on {HOSTS[1]}; the roll "
             assert f"{words}call of rank 0 on {ADDRESSES[0]} could not be reached" in run.error, run.error
             assert f"nothing is known of rank 1 on {HOSTS[0]}, rank {5 - rank} on {HOSTS[1]})" in run.error, run.error
 
 
 @needs_namespaces
-@pytest.mark.parametrize("trouble", SURVIVED, ids=lambda value: value.__name__)
-def test_a_bad_link_changes_no_bit(trouble: Any, told: Callable[[Case], Told]) -> None:
-    bad, good = told(("backward", trouble)), told(("", nothing))
-    assert [run.error for run in bad.runs] == [""] * RANKS
-    assert [run.after for run in bad.runs] == [run.after for run in good.runs]
-    assert all(len(run.after) == STEPS for run in good.runs)
-    assert (bad.dropped > 0) == (trouble is the_link_loses_packets)
+@pytest.mark.parametrize("case", SURVIVED, ids=": ".join)
+def test_a_bad_link_changes_no_bit(case: Case, told: Any) -> None:
+    (bad, lost), (good, _) = told(case), told(WHOLE)
+    assert [run.error for run in bad] == [""] * RANKS
+    assert [run.after for run in bad] == [run.after for run in good]
+    assert all(len(run.after) == STEPS for run in good)
+    assert (lost > 0) == ("loses" in case[1])
 
 
 def make_on(names: tuple[str, ...], device: str) -> str:
@@ -212,8 +170,5 @@ def test_a_network_that_the_other_host_is_not_on() -> None:
 
 
 def test_hosts_are_named_where_there_are_several() -> None:
-    assert Hosts({}).ranks([3, 4]) == "rank 3, 4"
     assert Hosts({0: "a", 1: "a"}).rank(1) == "rank 1", "one host needs no name"
-    several = Hosts({0: "a", 1: "b", 2: "a", 3: "b"})
-    assert several.rank(3) == "rank 3 on b"
-    assert several.ranks([0, 1, 2, 9]) == "rank 0, 2 on a, rank 1 on b, rank 9"
+    assert Hosts({0: "a", 1: "b", 2: "a", 3: "b"}).ranks([0, 1, 2, 9]) == "rank 0, 2 on a, rank 1 on b, rank 9"

@@ -160,8 +160,8 @@ def lightning_trainer(lightning: Any, folder: Path, **options: Any) -> Any:
 @compat("Lightning: automatic and manual optimization", "stand_in", note=SLOWER)
 @pytest.mark.parametrize(
     ("automatic", "precision"),
-    [(True, "32-true"), (False, "32-true"), (False, "bf16-mixed"), (True, "16-mixed")],
-    ids=["automatic", "manual", "manual-bf16", "automatic-fp16"],
+    [(True, "32-true"), (False, "bf16-mixed"), (True, "16-mixed")],
+    ids=["automatic", "manual-bf16", "automatic-fp16"],
 )
 def test_lightning(automatic: bool, precision: Any, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")

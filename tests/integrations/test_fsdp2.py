@@ -1,4 +1,4 @@
-"""AdamW on models that fully_shard has sharded: speculative equals synchronous, and both are the one-process run."""
+"""AdamW on models that fully_shard has sharded: speculative, synchronous and on demand, and the one-process run."""
 
 from __future__ import annotations
 
@@ -13,95 +13,79 @@ from torch.distributed.tensor import DTensor
 from superoffload import AdamW
 from tests.support.compatibility import compat
 from tests.support.fsdp2_cases import STEPS, Case, build, train
-from tests.support.rank_processes import (
-    BF16,
-    Net,
-    error_of,
-    flat_mesh,
-    net,
-    on_ranks,
-    optimizer_of,
-    shard,
-    tokens_of,
-    wholes_of,
-)
+from tests.support.rank_processes import BF16, error_of, flat_mesh, net, on_ranks, optimizer_of, shard, wholes_of
+from tests.support.saved_ranks import step
 
 # Every way to shard and every setting at least once. Those in fp32 without a policy have a one-process reference.
 CASES = {
-    "tied, kept gathered until backward, micro-batches": (2, Case(tied=True, reshard=False, micro_batches=3)),
-    "bf16 with fp32 reduction, checkpointing": (2, Case(dtype=torch.bfloat16, policy=BF16, checkpointing=True)),
+    "tied, kept gathered, micro-batches": (2, Case(tied=True, reshard=False, micro_batches=3, evaluates=True)),
+    "bf16 with fp32 reduction, split": (
+        2,
+        Case(dtype=torch.bfloat16, policy=BF16, checkpointing=True, master_dtype="split", micro_batches=2),
+    ),
     "fp32 masters of FSDP2, bf16 compute, compiled": (2, Case(policy=BF16, compiled=True, layers=1)),
-    "meta": (2, Case(meta=True)),
-    "split masters": (2, Case(dtype=torch.bfloat16, policy=BF16, master_dtype="split", micro_batches=2)),
-    "uneven and empty shards": (4, Case(layers=1, width=5)),
-    "replicas": (4, Case(replicas=True)),
-    "replicas, bf16 state": (4, Case(replicas=True, state_dtype="bf16", dtype=torch.bfloat16, policy=BF16)),
+    "meta, gathered ahead and by hand": (2, Case(meta=True, layers=4, prefetch=2, unshards=True, evaluates=True)),
+    "tied ends in a group": (2, Case(tied=True, grouped=True, layers=3, rank_check="light")),
+    "uneven and empty shards": (4, Case(layers=1, width=5, rank_check="full")),
+    "replicas": (4, Case(replicas=True, tied=True)),
+    "replicas, bf16 state": (4, Case(torch.bfloat16, BF16, replicas=True, state_dtype="bf16", rank_check="light")),
+}
+MODES = {
+    "always": {"speculation": "always"},
+    "never": {"speculation": "never"},
+    "on demand": {"speculation": "always", "delivery": "on_demand"},
 }
 
 
 def run_case(case: Case) -> dict[str, Any]:
-    """In a rank: both modes, and on rank 0 the one-process run with the same global batch."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """In a rank: all modes, and on rank 0 the one-process run with the same global batch."""
+    world, compares = dist.get_world_size(), case.dtype is torch.float32 and case.policy is None
     found: dict[str, Any] = {}
-    kinds = {"state_dtype": case.state_dtype, "master_dtype": case.master_dtype}
-    for mode in ("always", "never"):
+    for mode, options in MODES.items():
         model = build(case)
-        with optimizer_of(model, speculation=mode, **kinds) as optimizer:
-            losses = train(model, optimizer, case, rank, world)
-            found[mode] = (optimizer.state_digests(), losses)
-            found[f"{mode} stats"] = optimizer.stats()
-            shapes = {tuple(optimizer.state[p]["master"].shape) == tuple(p.shape) for p in optimizer.state}
-            found["state like parameters"] = shapes == {True}
+        with optimizer_of(model, rank_check=case.rank_check, **case.kinds, **options) as optimizer:
+            losses = train(model, optimizer, case, lands=mode == "on demand" and case.rank_check == "off")
+            found[mode], found[f"{mode} stats"] = (optimizer.state_digests(), losses), optimizer.stats()
+            assert all(optimizer.state[p]["master"].shape == p.shape for p in optimizer.state)
             found["sizes"] = [shard.numel for shard in optimizer._engine.shards]
         weights = wholes_of(model)
-    if rank == 0 and case.dtype is torch.float32 and case.policy is None:
-        single = net(case.dtype, tied=case.tied, layers=case.layers, width=case.width)
-        group = dist.new_group([0], use_local_synchronization=True)
-        with optimizer_of(single, speculation="never", process_group=group, **kinds) as optimizer:
-            train(single, optimizer, case, 0, world)
+    if dist.get_rank() == 0 and compares:
+        single, group = case.whole(), dist.new_group([0], use_local_synchronization=True)
+        with optimizer_of(single, speculation="never", process_group=group, **case.kinds) as optimizer:
+            train(single, optimizer, case, world=world)
         # A wrong step is off by about a learning rate, 3e-3; the order of sums by under 1e-5 of that.
         for ours, theirs in zip(weights, wholes_of(single), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=3e-6)
-        found["compared"] = True
     return found
 
 
+@compat("delivery on demand: the bits of eager delivery", "fsdp2")
 @pytest.mark.parametrize("name", CASES)
-def test_speculation_changes_nothing(name: str) -> None:
+def test_speculation_and_delivery_change_nothing(name: str) -> None:
     count, case = CASES[name]
     results = on_ranks(count, run_case, case)
     for result in results:
-        assert result["always"] == result["never"]
-        assert result["state like parameters"]
+        assert result["always"] == result["never"] == result["on demand"]
         stats = result["always stats"]
         assert stats["steps"] == STEPS - 1 and stats["skipped_steps"] == 1 and stats["clipped_steps"] >= 1
         assert stats["buckets_speculated"] > 0 and stats["buckets_replayed"] > 0
         assert stats["buckets_skipped"] + stats["buckets_undone"] > 0
         assert result["never stats"]["buckets_speculated"] == 0
-    assert results[0].get("compared", False) == (case.dtype is torch.float32 and case.policy is None)
-    single = net(case.dtype, tied=case.tied, layers=case.layers, width=case.width)
-    trained = sum(p.numel() for p in single.parameters() if p.requires_grad)
+    trained = sum(p.numel() for p in case.whole().parameters() if p.requires_grad)
     # No rank holds state of what it does not own: all shards together are one model, or two replicas of it.
     assert sum(sum(result["sizes"]) for result in results) == trained * (2 if case.replicas else 1)
+    digests = [result["always"][0] for result in results]
     if case.replicas:
-        half = count // 2
-        assert [r["always"][0] for r in results[:half]] == [r["always"][0] for r in results[half:]]
+        assert digests[: count // 2] == digests[count // 2 :]
     else:
         assert len({tuple(result["sizes"]) for result in results}) > 1, "uneven shards"
-    if case.width == 5:
-        assert 0 in results[-1]["sizes"], "empty shards"
-
-
-def step(model: Net, optimizer: AdamW, seed: int) -> None:
-    optimizer.zero_grad()
-    model.loss(tokens_of(seed, dist.get_rank())).backward()
-    optimizer.step()
+    assert case.width != 5 or 0 in results[-1]["sizes"], "empty shards"
 
 
 def checkpoint() -> list[bool]:
     """Saved and loaded as DTensors and as full tensors, the run goes on with the same bits."""
 
-    def fresh() -> tuple[Net, AdamW]:
+    def fresh() -> tuple[Any, AdamW]:
         model = shard(net(torch.bfloat16), flat_mesh(), BF16)
         params = [p for p in model.parameters() if p.requires_grad]
         return model, AdamW(params, lr=1e-2, max_grad_norm=1.0, threads=1, bucket_numel=2048, model=model)
@@ -119,10 +103,8 @@ def checkpoint() -> list[bool]:
     for full in (False, True):
         model, optimizer = fresh()
         model.load_state_dict(weights)
-        if full:
-            for values in saved["state"].values():
-                whole = {name: value.full_tensor() for name, value in values.items() if isinstance(value, DTensor)}
-                values.update(whole)
+        for values in saved["state"].values() if full else ():
+            values.update({name: value.full_tensor() for name, value in values.items() if isinstance(value, DTensor)})
         optimizer.load_state_dict(saved)
         for seed in range(3, 6):
             step(model, optimizer, seed)

@@ -20,12 +20,14 @@ METRICS = "superoffload.integrations.torchtitan.metrics"
 STEPS = 4
 PARALLEL = "--parallelism."
 # layout: model, degrees
-TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
+EVERY_TIME: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2": ("llama", {}),
-    "tp2": ("llama", {"tensor_parallel_degree": 2}),
-    "pp2": ("llama", {"pipeline_parallel_degree": 2}),
     "pp2_interleaved": ("llama", {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}),
     "ep2": ("deepseek", {"expert_parallel_degree": 2}),
+}
+TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tp2": ("llama", {"tensor_parallel_degree": 2}),
+    "pp2": ("llama", {"pipeline_parallel_degree": 2}),
 }
 FOUR_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "hsdp2x2": ("llama", {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}),
@@ -38,7 +40,7 @@ Seen = dict[str, dict[str, Any]]
 
 
 def arguments(layout: str, *more: str) -> list[str]:
-    model, degrees = {**TWO_RANKS, **FOUR_RANKS}[layout]
+    model, degrees = {**EVERY_TIME, **TWO_RANKS, **FOUR_RANKS}[layout]
     chosen = [text for name, value in degrees.items() for text in (PARALLEL + name, str(value))]
     return ["--config", model, "--debug.seed", "1", "--training.steps", str(STEPS), *chosen, *more]
 
@@ -69,7 +71,7 @@ TWICE = ["--training.global_batch_size", "16"]  # 2 ranks, 4 each, 2 times
 BF16_STATE = ["--optimizer.implementation", "fused_opt_states_bf16"]
 UNCLIPPED = ["--training.max_norm", "inf"]
 OTHER_OPTIONS = [*UNCLIPPED, *BF16_STATE, "--metrics.log_freq", "4"]
-CASES = {name: given for layout in TWO_RANKS for name, given in three_ways(layout).items()}
+CASES = {name: given for layout in EVERY_TIME for name, given in three_ways(layout).items()}
 CASES |= {
     "fsdp2 stock": fsdp2(*saving("stock")),
     "fsdp2 always": fsdp2(*saving("ours"), *offload(METRICS, speculation="always")),
@@ -115,12 +117,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
     return train(tmp_path_factory.mktemp("two"), 2, CASES | ERRORS)
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
-    cases = {name: given for layout in FOUR_RANKS for name, given in three_ways(layout).items()}
-    return train(tmp_path_factory.mktemp("four"), 4, cases)
-
-
 def check_layout(seen: Seen, layout: str) -> None:
     stock, never, always = (seen[f"{layout} {way}"] for way in ("stock", "never", "always"))
     assert len(never["losses"]) == STEPS
@@ -139,16 +135,18 @@ def check_layout(seen: Seen, layout: str) -> None:
     assert always["metrics"][-1]["superoffload/clip_rate"] == 1
 
 
-@pytest.mark.parametrize("layout", TWO_RANKS)
+@pytest.mark.parametrize("layout", EVERY_TIME)
 def test_same_bits_with_and_without_speculation_and_torchtitans_curve(layout: str, two: list[Seen]) -> None:
     for seen in two:
         check_layout(seen, layout)
 
 
 @pytest.mark.in_turn
-def test_four_ranks(four: list[Seen]) -> None:
-    for seen in four:
-        for layout in FOUR_RANKS:
+@pytest.mark.parametrize(("ranks", "layouts"), [(2, TWO_RANKS), (4, FOUR_RANKS)], ids=["two ranks", "four ranks"])
+def test_other_layouts(ranks: int, layouts: dict[str, Any], tmp_path: Path) -> None:
+    cases = {name: given for layout in layouts for name, given in three_ways(layout).items()}
+    for seen in train(tmp_path, ranks, cases):
+        for layout in layouts:
             check_layout(seen, layout)
 
 

@@ -14,33 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from superoffload import AdamW
+from tests.support import fsdp2_loops as loops
 from tests.support.adamw_training import TorchAdamW
 from tests.support.compatibility import Refusal, compat
-from tests.support.fsdp2_loops import (
-    STEPS,
-    Scenario,
-    accumulate,
-    accumulation,
-    add_group,
-    autocast,
-    averages,
-    backward,
-    clip_norm,
-    clip_value,
-    closure,
-    edited,
-    freezing,
-    hooks,
-    listed_writes,
-    loss_scaling,
-    parameter_hooks,
-    scaler,
-    schedulers,
-    train,
-    without_gradients,
-    writes,
-    zeroing,
-)
+from tests.support.fsdp2_loops import STEPS, Scenario, backward, train
 from tests.support.layouts import RANKS, layouts
 from tests.support.rank_processes import (
     Net,
@@ -54,39 +31,30 @@ from tests.support.rank_processes import (
     wholes_of,
 )
 
-
-def checkpointed(model: Net, optimizer: Any) -> None:
-    train(model, optimizer)
-
-
-def tied(model: Net, optimizer: Any) -> None:
-    train(model, optimizer)
-
-
 WRITTEN = "parameters written by the user (load_state_dict, clamp, re-initialization)"
 # rows that each scenario shows, options
 BATTERY: dict[Scenario, tuple[list[str], dict[str, Any]]] = {
-    checkpointed: (["activation checkpointing"], {"checkpointing": True}),
-    tied: (["tied parameters"], {"tied": True}),
-    loss_scaling: (["plain loss scaling: scaled loss, gradients divided before step()"], {}),
-    accumulation: (["gradient accumulation"], {}),
-    accumulate: (["gradient accumulation with accumulate()"], {}),
-    clip_norm: (["clip_grad_norm_ by the user after backward"], {}),
-    clip_value: (["clip_grad_value_ by the user after backward"], {}),
-    edited: (["gradients edited, replaced or removed before step()"], {}),
-    zeroing: (["zero_grad(set_to_none=True or False)"], {}),
-    without_gradients: (["a step with some or no gradients"], {}),
-    freezing: (["parameters frozen and unfrozen mid-run"], {}),
-    writes: ([WRITTEN], {}),
-    listed_writes: ([WRITTEN], {}),
-    closure: (["closure"], {}),
-    hooks: (["optimizer hooks (register_step_pre_hook and its kin)"], {}),
-    parameter_hooks: (["hooks of parameters that change or read gradients"], {}),
-    averages: (["EMA and SWA, averages swapped in"], {}),
-    schedulers: (["every scheduler of torch.optim.lr_scheduler", "lr changed between backward and step()"], {}),
-    add_group: (["add_param_group at any time"], {"without_head": True}),
-    autocast: (["autocast"], {"tolerance": 5e-4}),
-    scaler: (["GradScaler"], {"tolerance": 2e-5}),
+    loops.checkpointed: (["activation checkpointing"], {"checkpointing": True}),
+    loops.tied: (["tied parameters"], {"tied": True}),
+    loops.loss_scaling: (["plain loss scaling: scaled loss, gradients divided before step()"], {}),
+    loops.accumulation: (["gradient accumulation"], {}),
+    loops.accumulate: (["gradient accumulation with accumulate()"], {}),
+    loops.clip_norm: (["clip_grad_norm_ by the user after backward"], {}),
+    loops.clip_value: (["clip_grad_value_ by the user after backward"], {}),
+    loops.edited: (["gradients edited, replaced or removed before step()"], {}),
+    loops.zeroing: (["zero_grad(set_to_none=True or False)"], {}),
+    loops.without_gradients: (["a step with some or no gradients"], {}),
+    loops.freezing: (["parameters frozen and unfrozen mid-run"], {}),
+    loops.writes: ([WRITTEN], {}),
+    loops.listed_writes: ([WRITTEN], {}),
+    loops.closure: (["closure"], {}),
+    loops.hooks: (["optimizer hooks (register_step_pre_hook and its kin)"], {}),
+    loops.parameter_hooks: (["hooks of parameters that change or read gradients"], {}),
+    loops.averages: (["EMA and SWA, averages swapped in"], {}),
+    loops.schedulers: (["every scheduler of torch.optim.lr_scheduler", "lr changed between backward and step()"], {}),
+    loops.add_group: (["add_param_group at any time"], {"without_head": True}),
+    loops.autocast: (["autocast"], {"tolerance": 5e-4}),
+    loops.scaler: (["GradScaler"], {"tolerance": 2e-5}),
 }
 
 
@@ -130,13 +98,13 @@ def compare(scenario: Scenario, *, tolerance: float = 3e-6, ranks: Any = on_rank
         assert found["always"] == found["never"]
         for ours, theirs in zip(found["ours"], found["torch"], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=tolerance)  # a wrong step is off by 1e-3
-        if scenario is accumulate:  # all gradients of a layer share one version counter, and are not edited
+        if scenario is loops.accumulate:  # all gradients of a layer share one version counter, and are not edited
             stats = found["always stats"]
             assert stats["buckets_undone"] == 0 < stats["buckets_speculated"]
 
 
 def note(scenario: Scenario, column: str) -> str:
-    return "by the norm of each stage, as with torch" if (scenario, column) == (clip_norm, "stages") else ""
+    return "by the norm of each stage, as with torch" if (scenario, column) == (loops.clip_norm, "stages") else ""
 
 
 @pytest.mark.in_turn
@@ -161,7 +129,7 @@ def test_as_torch(scenario: Scenario, ranks: Any, options: dict[str, Any]) -> No
 @compat("clip_grad_norm_ by the user after backward", "fsdp2")
 def test_clipping_twice() -> None:
     """By the user, and by max_grad_norm."""
-    compare(clip_norm, max_grad_norm=0.02)
+    compare(loops.clip_norm, max_grad_norm=0.02)
 
 
 def several() -> list[bool]:

@@ -30,6 +30,14 @@ def train(model: Net, optimizer: Any, seeds: range = range(STEPS)) -> None:
         optimizer.step()
 
 
+def checkpointed(model: Net, optimizer: Any) -> None:
+    train(model, optimizer)
+
+
+def tied(model: Net, optimizer: Any) -> None:
+    train(model, optimizer)
+
+
 def schedulers(model: Net, optimizer: Any) -> None:
     """One after the other; the learning rate changes between backward and step()."""
     for seed, (name, make) in enumerate(SCHEDULERS.items()):

@@ -16,9 +16,8 @@ from tests.support.deepspeed.checkpoint_runs import (
     make_universal,
     train_and_save,
 )
-from tests.support.deepspeed.lean_state import FORMS
 from tests.support.deepspeed.ranks import Ranks
-from tests.support.deepspeed.scenarios import WAYS, Scenario, distance
+from tests.support.deepspeed.scenarios import FORMS, WAYS, Scenario, distance
 from tests.support.deepspeed.training import end, masters
 
 
@@ -27,13 +26,10 @@ from tests.support.deepspeed.training import end, masters
 @pytest.mark.parametrize(
     ("scenario", "way", "form", "saved"),
     [
-        ("bf16", "ours", "fp32", 4),
-        ("groups", "ours, later", "fp32", 4),
         ("fp16", "ours", "fp32", 4),
         ("bf16", "ours, later", "split", 4),
         ("groups", "ours", "bf16", 4),
         ("groups", "ours, later", "8bit", 4),
-        ("bf16", "ours", "8bit+split", 4),
         ("bf16", "ours", "8bit+split", 0),
     ],
 )
@@ -57,8 +53,9 @@ def test_stock_and_ours_read_each_others(first: str, then: str, saved: int, two_
         assert again["norms"] == record["norms"]
 
 
-def padding() -> float:
-    """What is stored behind the parameters, where memory that is not written yet holds NaN."""
+def padding() -> None:
+    """What is stored behind the parameters, where memory that is not written yet holds NaN, is zero: two checkpoints of
+    one state are the same, to the bit."""
     from superoffload.integrations.deepspeed.stage3.shards import numel_here
 
     torch.use_deterministic_algorithms(True, warn_only=True)  # which fills it
@@ -66,20 +63,17 @@ def padding() -> float:
         engine = SCENARIOS["bf16"].engine(*WAYS["ours"])
     finally:
         torch.use_deterministic_algorithms(False)
-    found = 0.0
     for flat, params in zip(engine.optimizer.fp32_partitioned_groups_flat, engine.optimizer.fp16_groups, strict=True):
         start = 0
         for param in params:
             size, numel = param.partition_numel(), numel_here(param, engine.optimizer.dp_process_group)
-            found += float(flat[start + numel : start + size].detach().abs().sum())
+            assert not flat[start + numel : start + size].any()
             start += size
     end(engine)
-    return found
 
 
 def test_padding_is_zero(two_ranks: Ranks) -> None:
-    """Two checkpoints of one state are the same, to the bit."""
-    assert two_ranks.run(padding) == [0.0, 0.0]
+    two_ranks.run(padding)
 
 
 def test_loading_weights_only(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -76,7 +76,6 @@ def _zero_init(configuration: dict[str, Any]) -> nn.Module:
 
 
 MODELS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
-    "checkpointing": lambda _: Small(checkpointing=True),
     "reentrant checkpointing": lambda _: Reentrant(),
     "leaf modules": _leaf,
     "zero.Init": _zero_init,
@@ -171,7 +170,7 @@ def processors(threads: int | None) -> tuple[list[int], int, int]:
 @pytest.mark.parametrize("threads", [None, 3])
 def test_ranks_share_the_processors(threads: int | None, two_ranks: Ranks) -> None:
     (one, running, there), (other, *_) = two_ranks.run(processors, threads)
-    assert running == len(one) == (len(one) if threads is None else threads)
+    assert running == len(one) == (threads or running)
     if there >= 2:
         bound, others = set(one) - {-1}, set(other) - {-1}  # -1: more threads than processors
         assert bound and others and not bound & others

@@ -44,7 +44,6 @@ def test_what_selects_us() -> None:
     ("given", "words"),
     [
         (changed(stage=2), ["stage=2", "expected 3"]),
-        ({"zero_optimization": {"offload_optimizer": {"device": "superoffload"}}}, ["stage=0"]),
         (changed(offload_optimizer={"device": "nvme", "super_offload": True}), ["NVMe", "superoffload"]),
         (changed(offload_param={"device": "nvme"}), ["offload_param", "NVMe", '"cpu"']),
         (changed(zenflow={"topk_ratio": 0.1}), ["zenflow"]),
@@ -238,15 +237,11 @@ def initialize_without_a_compiler(configuration: dict[str, Any]) -> str:
         return initialize(configuration)
 
 
-@pytest.mark.parametrize("optimizer", ["torch.optim.Adam", "torch.optim.AdamW", "DeepSpeed's default, no compiler"])
-def test_optimizers(optimizer: str, two_ranks: Ranks) -> None:
-    if optimizer.startswith("torch.optim."):
-        found = two_ranks.run(initialize, config(), optimizer.removeprefix("torch.optim."))
-    else:
-        configuration = config({"device": "superoffload", "ratio": 0.5})  # on processors it changes nothing
-        del configuration["optimizer"]["params"]["torch_adam"]
-        found = two_ranks.run(initialize_without_a_compiler, configuration)
-    assert found == ["SpeculativeStage3"] * 2
+def test_optimizers(two_ranks: Ranks) -> None:
+    assert two_ranks.run(initialize, config(), "Adam") == ["SpeculativeStage3"] * 2
+    configuration = config({"device": "superoffload", "ratio": 0.5})  # on processors it changes nothing
+    del configuration["optimizer"]["params"]["torch_adam"]
+    assert two_ranks.run(initialize_without_a_compiler, configuration) == ["SpeculativeStage3"] * 2
 
 
 FP16_AUTOCAST = {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "float16"}}

@@ -40,7 +40,6 @@ def train(way: str, model: str, more: dict[str, Any], micros: int) -> tuple[dict
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "clip sometimes": ("recorded", {"clip": CLIP_SOME}, 1),
     "accumulation": ("recorded", {"clip": CLIP_SOME, "accumulation": 2}, 2),
-    "a model that learns, bf16": ("small", {"clip": 1.9}, 1),
     "a model that learns, fp16": ("small", {"clip": 1.9, "precision": "fp16 64"}, 1),
 }
 

@@ -29,19 +29,17 @@ class Block(nn.Module):
 class Small(nn.Module):
     """Odd sizes, so that partitions are padded; ``extra`` is used only where a case asks for it."""
 
-    def __init__(self, width: int = 33, depth: int = 3, checkpointing: bool = False) -> None:
+    def __init__(self, width: int = 33, depth: int = 3) -> None:
         super().__init__()
         self.embed = nn.Embedding(61, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
         self.extra = nn.Linear(width, width)
         self.head = nn.Linear(width, 61)
-        self.checkpointing = checkpointing
 
     def forward(self, tokens: Tensor, targets: Tensor, use_extra: bool = True) -> Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
-            again = self.checkpointing
-            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if again else block(x)
+            x = block(x)
         if use_extra:
             x = x + self.extra(x)
         logits = self.head(x).float()
