@@ -51,6 +51,7 @@ def test_ranks_on_two_hosts_are_verified(tmp_path: Path) -> None:
     assert summary["passed"] and (summary["ranks"], summary["hosts"]) == (2, 2)
 
 
+@pytest.mark.in_turn
 def test_ranks_that_cannot_meet() -> None:
     with Link() as link:
         # one rank per host, without a launcher's own messages; gloo may wait five times as long as it is told to

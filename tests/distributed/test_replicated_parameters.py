@@ -107,35 +107,6 @@ def test_replicated_and_spread_state_have_the_same_bits(kind: str, dtype: torch.
         torch.testing.assert_close(one, other, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-6)
 
 
-def reload(count_first: str) -> bool:
-    """State saved by one way of keeping it continues in the other."""
-    digests = []
-    weights: Any = None
-    saved: Any = None
-    for start, stop, replicated in ((0, 3, count_first), (3, 6, "replicate"), (3, 6, "shard")):
-        model = net(torch.float32)
-        if weights is not None:
-            model.load_state_dict(weights)
-        with optimizer_of(model, replicated=replicated, max_grad_norm=None) as optimizer:
-            if saved is not None:
-                optimizer.load_state_dict(saved)
-            for step in range(start, stop):
-                optimizer.zero_grad()
-                loss_of(model, step).backward()
-                reduce(model)
-                optimizer.step()
-            if saved is None:
-                saved = optimizer.state_dict()
-                weights = {name: value.clone() for name, value in model.state_dict().items()}
-            else:
-                digests.append([p.detach().clone() for p in model.parameters()])
-    return same(digests[0], digests[1])
-
-
-def test_checkpoints_fit_both_ways_of_keeping_state() -> None:
-    assert on_ranks(2, reload, "shard") == [True, True]
-
-
 def unreduced(replicated: str) -> str:
     model = net(torch.float32)
     with optimizer_of(model, replicated=replicated) as optimizer:

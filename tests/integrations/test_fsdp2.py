@@ -19,9 +19,10 @@ from tests.support.saved_ranks import step
 # Every way to shard and every setting at least once. Those in fp32 without a policy have a one-process reference.
 CASES = {
     "tied, kept gathered, micro-batches": (2, Case(tied=True, reshard=False, micro_batches=3, evaluates=True)),
-    "bf16 with fp32 reduction, split": (
+    "bf16 with fp32 reduction": (2, Case(torch.bfloat16, BF16, checkpointing=True, micro_batches=2)),
+    "8-bit state, split": (
         2,
-        Case(dtype=torch.bfloat16, policy=BF16, checkpointing=True, master_dtype="split", micro_batches=2),
+        Case(torch.bfloat16, BF16, width=67, state_dtype="8bit", master_dtype="split", rank_check="full"),
     ),
     "fp32 masters of FSDP2, bf16 compute, compiled": (2, Case(policy=BF16, compiled=True, layers=1)),
     "meta, gathered ahead and by hand": (2, Case(meta=True, layers=4, prefetch=2, unshards=True, evaluates=True)),
