@@ -35,12 +35,12 @@ def test_every_byte_under_every_scale(form: moments.CodeFormat, reference: eight
 
 
 @each_form
-@pytest.mark.parametrize("numel", [1, 255, 256, 257, 1000, (1 << 17) + 700])
-def test_loaded_values_are_the_nearest_codes(form: moments.CodeFormat, reference: eight_bit.Format, numel: int) -> None:
-    values = numbers(numel, signed=form.signed)
-    stored = torch.full((moments.stored_numel(numel, torch.uint8),), 99, dtype=torch.uint8)
-    moments.write_moment(stored, numel, form, [(0, torch.from_numpy(values))])
-    np.testing.assert_array_equal(stored.numpy(), eight_bit.written(values, reference))
+def test_loaded_values_are_the_nearest_codes(form: moments.CodeFormat, reference: eight_bit.Format) -> None:
+    for numel in (1, 255, 256, 257, 1000, (1 << 17) + 700):
+        values = numbers(numel, signed=form.signed)
+        stored = torch.full((moments.stored_numel(numel, torch.uint8),), 99, dtype=torch.uint8)
+        moments.write_moment(stored, numel, form, [(0, torch.from_numpy(values))])
+        np.testing.assert_array_equal(stored.numpy(), eight_bit.written(values, reference))
 
 
 @each_form
@@ -57,7 +57,7 @@ def test_values_with_codes_are_loaded_without_loss(form: moments.CodeFormat, ref
     np.testing.assert_array_equal(eight_bit.read(again.numpy(), numel, reference), values)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_pieces_of_any_size_in_any_order(seed: int) -> None:
     random = np.random.default_rng(seed)
     numel = int(random.integers(1, 3000))

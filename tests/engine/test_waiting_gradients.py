@@ -16,7 +16,6 @@ from superoffload.errors import ArgumentError
 from superoffload.optimizer import intake
 from superoffload.optimizer.accelerate_window import Window
 from superoffload.optimizer.bulk_checks import ready_gradients
-from tests.support.engine_rig import Settings, rig
 from tests.support.host_link import over_host_link
 
 SIZES = (100, 100, 100, 100)
@@ -53,14 +52,15 @@ def backward(params: Iterable[Tensor], scale: float = 1.0) -> None:
     torch.stack([scale * param.sum() for param in params]).sum().backward()
 
 
-def without_zero_grad(params: Sequence[nn.Parameter]) -> None:
+def forget(params: Sequence[nn.Parameter]) -> None:
+    """The gradients, without zero_grad()."""
     for param in params:
         param.grad = None
 
 
-def first_moment(before: Tensor, now: Tensor) -> Tensor:
-    """The gradient that a step has used."""
-    return (now - 0.9 * before) / 0.1
+def expect_used(before: Tensor, now: Tensor, gradient: float) -> None:
+    """Of first moments: a step has used this."""
+    torch.testing.assert_close((now - 0.9 * before) / 0.1, torch.full_like(now, gradient))
 
 
 def test_another_thread_adds_to_a_gradient_between_its_count_and_its_hand_over() -> None:
@@ -80,8 +80,7 @@ def test_another_thread_adds_to_a_gradient_between_its_count_and_its_hand_over()
         backward(params)
     assert raced and params[1].grad is not None and torch.all(params[1].grad == 2)
     optimizer.step()
-    used = first_moment(before, optimizer.state[params[1]]["exp_avg"])
-    torch.testing.assert_close(used, torch.full((100,), 2.0))
+    expect_used(before, optimizer.state[params[1]]["exp_avg"], 2.0)
     optimizer.close()
 
 
@@ -103,8 +102,7 @@ def test_buckets_are_laid_out_anew_while_gradients_wait() -> None:
         backward(several)
         optimizer.step()
         for param, moment in zip(several, before, strict=True):
-            used = first_moment(moment, optimizer.state[param]["exp_avg"])
-            torch.testing.assert_close(used, torch.full((100,), 2.0))
+            expect_used(moment, optimizer.state[param]["exp_avg"], 2.0)
         assert [int(optimizer.state[param]["step"]) for param in params] == [3, 3, 3, 3, 1]
 
 
@@ -114,12 +112,12 @@ def test_a_step_whose_gradients_came_late_leaves_nothing_to_the_next() -> None:
     backward(params)
     torch.nn.utils.clip_grad_norm_(params, 0.1)
     optimizer.step()
-    without_zero_grad(params)
+    forget(params)
     optimizer.max_grad_norm = 1e-3  # the partial norm alone proves that every step clips
     before = optimizer.stats()
     backward(params)
     optimizer.step()
-    without_zero_grad(params)
+    forget(params)
     assert optimizer.stats()["buckets_speculated"] == before["buckets_speculated"]
     with mock.patch.object(Window, "more_to_come", lambda window: True):
         backward(params)
@@ -134,12 +132,12 @@ def test_a_parameter_that_never_waits_keeps_no_bucket_from_being_speculated(odd:
     backward(params)
     torch.nn.utils.clip_grad_norm_(params, 0.1)  # all of them come late
     optimizer.step()
-    without_zero_grad(params)
+    forget(params)
     for _ in range(2):
         before = optimizer.stats()
         backward(params)
         optimizer.step()
-        without_zero_grad(params)
+        forget(params)
         speculated = optimizer.stats()["buckets_speculated"] - before["buckets_speculated"]
         assert speculated == len(optimizer._engine.buckets)
     optimizer.close()
@@ -160,8 +158,7 @@ def test_memory_that_is_put_into_a_gradient_that_was_handed_over(other: Any) -> 
     except ArgumentError as error:
         assert "gradient of" in str(error) and optimizer.state_digests() == digests
     else:
-        used = first_moment(before, optimizer.state[params[2]]["exp_avg"])
-        torch.testing.assert_close(used, torch.full((30_000,), 3.0))
+        expect_used(before, optimizer.state[params[2]]["exp_avg"], 3.0)
     optimizer.close()
 
 
@@ -177,18 +174,3 @@ def test_the_error_of_a_gradient_that_waited_names_it_and_takes_the_users_answer
     optimizer.step()
     assert [int(optimizer.state[param]["step"]) for param in params] == [3] * 4
     optimizer.close()
-
-
-def test_the_engine_keeps_memory_of_a_gradient_whose_bucket_is_not_complete() -> None:
-    with rig(Settings([[64, 64]], bucket_numel=1024)) as made:
-        first, second = made.shards
-        gradients = {shard.index: torch.randn(64) for shard in (first, second)}
-        for shard in (second, first):
-            given = gradients[shard.index].clone()
-            made.engine.arrive(shard, given)
-            if shard is second:
-                given.data = torch.zeros(0)  # of the tensor that was given, which is its user's
-        squares = sum(float(gradient.double().square().sum()) for gradient in gradients.values())
-        verdict = made.engine.decide(unscale=1.0, max_grad_norm=None)
-        assert verdict.grad_norm == pytest.approx(squares**0.5, rel=1e-6)
-        made.engine.abandon()
