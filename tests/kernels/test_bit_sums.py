@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.host.bits import WORD, BitSums, SumsByTorch, SumsInMemory, all_finite, same_bits, same_but_for_nan
+from superoffload.host.bits import WORD, SumsByTorch, SumsInMemory, all_finite, same_bits, same_but_for_nan
 
 WAYS = (SumsInMemory(), SumsByTorch())
 IN_MEMORY = WAYS[0]
@@ -40,13 +40,8 @@ def test_every_changed_bit_is_seen(dtype: torch.dtype) -> None:
             assert same_bits(one, other)
             assert [way.changed(sums, [other]) for way, sums in before] == [[False]] * 2
             assert IN_MEMORY.of([other, one]) == 2 * IN_MEMORY.of([other])
-
-
-def test_of_what_is_not_contiguous() -> None:
-    whole = flat(torch.bfloat16, 64, 1)
-    assert same_bits(whole[::2], whole[::2].clone())
-    assert not same_bits(whole[::2], whole[1::2])
-    assert not same_bits(torch.zeros(3), -torch.zeros(3))
+    whole = flat(dtype, 64, 1)
+    assert same_bits(whole[::2], whole[::2].clone()) and not same_bits(whole[::2], whole[1::2])
 
 
 def test_nans_of_other_bits() -> None:
@@ -62,32 +57,20 @@ def test_nans_of_other_bits() -> None:
         assert not same_but_for_nan(one, wrong) and not same_but_for_nan(wrong, one)
 
 
-@pytest.mark.parametrize("numel", [2, 4, 8, 512, 5000, 70_001])
-def test_signs_that_change_as_often_one_way_as_the_other_are_seen(numel: int) -> None:
-    """A plain sum of words would be the same."""
-    for dtype in WORD:
-        values = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0], dtype=dtype)
-        one = values.repeat(-(-numel // 8))[:numel].clone()
-        before = [(way, way.of([one])) for way in WAYS]
-        one[len(one) // 4 :] *= -1
-        assert [way.changed(sums, [one]) for way, sums in before] == [[True]] * 2
-
-
 @pytest.mark.parametrize("dtype", list(WORD), ids=str)
-def test_the_same_words_in_other_places_are_seen_in_host_memory(dtype: torch.dtype) -> None:
+def test_changes_that_a_plain_sum_of_words_would_not_show(dtype: torch.dtype) -> None:
+    """Signs that change as often one way as the other; in host memory the same words in other places."""
+    for numel in (2, 8, 512, 70_001):
+        values = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0], dtype=dtype)
+        several = [torch.ones(0, dtype=dtype), values.repeat(-(-numel // 8))[:numel].clone(), values]
+        before_it = [(way, way.of(several)) for way in WAYS]
+        several[1][numel // 4 :] *= -1
+        assert [way.changed(sums, several) for way, sums in before_it] == [[False, True, False]] * 2
     for numel in (40, 4096, 5001):
         one = flat(dtype, numel, 1)
         before = IN_MEMORY.of([one])
         for other in (one.roll(1), one.roll(32), one.flip(0), torch.cat([one[numel // 2 :], one[: numel // 2]])):
             assert IN_MEMORY.changed(before, [other]) == [True]
-
-
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: type(way).__name__)
-def test_several_at_once(way: BitSums) -> None:
-    before = way.of([flat(torch.float32, numel, 0) for numel in (0, 5, 3000)])
-    now = [flat(torch.float32, numel, 0, seed) for numel, seed in ((0, 1), (5, 1), (3000, 0))]
-    assert way.changed(before, now) == [False, True, False]
-    assert way.of([]) == way.changed([], []) == []
 
 
 @pytest.mark.parametrize("dtype", list(WORD), ids=str)

@@ -65,11 +65,6 @@ class Parameter:
         found: Float32Array = join(self["upper"], self["master"]) if self.split else self["master"].copy()
         return found
 
-    def draw_state(self) -> None:
-        """Any bytes, as a checkpoint may bring them."""
-        for name in ("exp_avg", "exp_avg_sq"):
-            self[name][:] = self.random.integers(0, 256, len(self[name]), np.uint8)
-
     def draw_gradient(self) -> None:
         """Values that spread over several decades within a block."""
         size = 10.0 ** self.random.uniform(-3, 0, self.numel)
@@ -121,11 +116,11 @@ def step_all(
 @by_types
 def test_steps_are_the_reference(types: tuple[str, str]) -> None:
     """Aligned and not; one step after another on what the one before has left."""
-    params = [Parameter(numel, types, start=start) for numel in LENGTHS for start in (0, 1, 4)]
-    for step in range(1, 6):
+    params = [Parameter(numel, types, start=start) for numel in LENGTHS for start in (0, 1)]
+    for step in range(1, 5):
         for param in params:
             param.draw_gradient()
-        step_all(params, hyper(step, 0.37 if step == 2 else 1.0, eps=0.0 if step == 3 else 1e-8, l2=step > 3))
+        step_all(params, hyper(step, 0.37 if step == 2 else 1.0, eps=0.0 if step == 3 else 1e-8, l2=step == 4))
 
 
 @by_types
@@ -146,8 +141,9 @@ def test_hostile_blocks(types: tuple[str, str]) -> None:
 @by_types
 def test_any_bytes_are_state_and_any_bits_a_gradient(types: tuple[str, str]) -> None:
     params = [Parameter(numel, types, seed, start=seed % 2) for seed in range(6) for numel in (256, 700, 2100)]
-    for param in params:
-        param.draw_state()
+    for param in params:  # as a checkpoint may bring them
+        for name in ("exp_avg", "exp_avg_sq"):
+            param[name][:] = param.random.integers(0, 256, len(param[name]), np.uint8)
     for step in range(1, 4):
         for param in params:
             words = param.random.integers(0, 256, param["gradient"].nbytes, np.uint8).view(param["gradient"].dtype)
@@ -158,16 +154,14 @@ def test_any_bytes_are_state_and_any_bits_a_gradient(types: tuple[str, str]) -> 
         step_all(params, hyper(step, (1.0, 0.25, 0.0)[step % 3], l2=step == 2))
 
 
-@pytest.mark.parametrize("first_index", [0, 2**32 - 700])
-@pytest.mark.parametrize("types", [("bf16", "bf16"), ("bf16", "split")], ids="-".join)
+@pytest.mark.parametrize(("types", "first_index"), [(("bf16", "bf16"), 2**32 - 700), (("bf16", "split"), 0)])
 def test_pieces_of_a_parameter_and_the_grid_change_nothing(types: tuple[str, str], first_index: int) -> None:
     """As several buckets have them, and empty ones; blocks keep their scales, elements their noise."""
-    for cuts in ((1024,), (1024, 2048, 4096), (2048, 2048), (0, 3072)):
-        for grid in (None, 1, 3):
-            param = Parameter(4400, types, first_index=first_index)
-            for step in range(1, 4):
-                param.draw_gradient()
-                step_all([param], hyper(step), cuts, grid)
+    for cuts, grid in (((1024, 2048, 4096), None), ((2048, 2048), 1), ((0, 3072), 3)):
+        param = Parameter(4400, types, first_index=first_index)
+        for step in range(1, 4):
+            param.draw_gradient()
+            step_all([param], hyper(step), cuts, grid)
 
 
 @pytest.mark.parametrize("box", BOXES, ids=str)

@@ -44,15 +44,8 @@ class State:
         self.gradient = narrow(np.zeros(numel, np.float32), gradient)
         self.shadow = narrow(start, "split" if split else "bf16")
         self.stored = self.remainders(start) if split else start
-        self.span = numpy_kernels.Span(
-            self.stored,
-            self.exp_avg,
-            self.exp_avg_sq,
-            self.gradient,
-            self.shadow,
-            noise_stream=STREAM,
-            first_index=FIRST,
-        )
+        arrays = (self.stored, self.exp_avg, self.exp_avg_sq, self.gradient, self.shadow)
+        self.span = numpy_kernels.Span(*arrays, noise_stream=STREAM, first_index=FIRST)
 
     @staticmethod
     def remainders(masters: Float32Array) -> NDArray[np.int16]:
@@ -113,40 +106,32 @@ class State:
 WAYS = ("step", "two phases", "undo 1", "undo 2", "replay 1", "replay 2")
 
 
-@pytest.mark.parametrize("l2", [False, True])
-@pytest.mark.parametrize("numel", [1, 64, 255, 256, 257, 1024, 1025, 3001])
-def test_every_way_to_step_is_the_reference(isa: str, numel: int, l2: bool) -> None:
-    for split, gradient in ((False, "bf16"), (True, "fp16")):
+@pytest.mark.parametrize(("split", "gradient"), [(False, "bf16"), (True, "fp16")])
+def test_every_way_to_step_is_the_reference(isa: str, split: bool, gradient: str) -> None:
+    for numel in (1, 64, 255, 256, 257, 1024, 1025, 3001):
         state = State(numel, gradient=gradient, split=split)
         for step, way in enumerate((*WAYS, *WAYS), start=1):
             state.next_gradient()
-            state.check(way, hyper(step, 0.37 if step == 4 else 1.0, eps=0.0 if step % 3 == 0 else 1e-8, l2=l2))
+            h = hyper(step, 0.37 if step == 4 else 1.0, eps=0.0 if step % 3 == 0 else 1e-8, l2=numel % 2 > 0)
+            state.check(way, h)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_hostile_blocks(isa: str, way: str) -> None:
+def test_hostile_blocks(isa: str) -> None:
     blocks = list(hostile_blocks().values())
-    state = State(256 * len(blocks), gradient="fp32")
-    for step in range(1, 5):
-        turned = blocks[step:] + blocks[:step]  # so that each block's contents meet another's state
-        state.set_gradient(np.concatenate(turned if step % 2 else blocks))
-        state.check(way, hyper(step, eps=0.0 if step == 3 else 1e-8))
+    for way in WAYS:
+        state = State(256 * len(blocks), gradient="fp32")
+        for step in range(1, 5):
+            turned = blocks[step:] + blocks[:step]  # so that each block's contents meet another's state
+            state.set_gradient(np.concatenate(turned if step % 2 else blocks))
+            state.check(way, hyper(step, eps=0.0 if step == 3 else 1e-8))
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    isa=st.sampled_from(kernels.available_isas()),
-    seed=st.integers(0, 2**32 - 1),
-    numel=st.integers(1, 2100),
-    split=st.booleans(),
-    data=st.data(),
-)
-def test_any_schedule_gives_the_bits_of_the_reference(
-    isa: str, seed: int, numel: int, split: bool, data: st.DataObject
-) -> None:
+@given(seed=st.integers(0, 2**32 - 1), numel=st.integers(1, 2100), data=st.data())
+def test_any_schedule_gives_the_bits_of_the_reference(seed: int, numel: int, data: st.DataObject) -> None:
     """Raw bit patterns as gradients and any bytes as state, in any order of ways to step."""
-    with kernels.using_isa(isa):
-        state = State(numel, seed, "fp32", split=split)
+    with kernels.using_isa(data.draw(st.sampled_from(kernels.available_isas()))):
+        state = State(numel, seed, "fp32", split=data.draw(st.booleans()))
         if data.draw(st.booleans()):
             for moment in (state.exp_avg, state.exp_avg_sq):
                 moment[:] = state.random.integers(0, 256, len(moment), np.uint8)
@@ -175,7 +160,7 @@ def test_journal_of_one_byte_is_enough_in_training(isa: str) -> None:
 
 def test_rounding_has_no_bias() -> None:
     """exp_avg_sq moves by a fraction of a code per step: its mean must follow fp32's all the same."""
-    numel, steps = 1 << 16, 300
+    numel, steps = 1 << 15, 300
     state = State(numel, gradient="fp32")
     exact = np.zeros(numel)
     for step in range(1, steps + 1):
@@ -204,17 +189,6 @@ def test_denormal_codes_are_rounded_from_the_nearest_number(isa: str) -> None:
     np.testing.assert_array_equal(state.exp_avg[1:256], np.arange(1, 256) % 2 == 0)
 
 
-def test_only_an_exp_avg_sq_of_zero_is_stored_as_zero(isa: str) -> None:
-    state = State(256, gradient="fp32")
-    gradient = np.full(256, 1e-12, np.float32)
-    gradient[:3] = 1.0, 0.0, 1e-25  # whose squares are 2.0**-83 of the first one's, 0, and 0 by rounding to fp32
-    for step in (1, 2, 3):
-        state.set_gradient(gradient)
-        state.span.step(hyper(step))
-    assert state.exp_avg_sq[1] == state.exp_avg_sq[2] == 0 < state.exp_avg_sq[0]
-    assert (state.exp_avg_sq[3:256] == 1).all()
-
-
 def test_what_the_bytes_mean() -> None:
     """A worked example of the format, by hand: scale 127 is the binade of 1."""
     one = np.array([0x78, 0x7F, 0x08, 0x01, 0xF8, 0x80, 0x00, 127], np.uint8)
@@ -225,11 +199,10 @@ def test_what_the_bytes_mean() -> None:
     np.testing.assert_array_equal(found, np.array([1.0, 1.875, 2.0**-30, 2.0**-33, 0.0], np.float32))
 
 
-@pytest.mark.parametrize("sizes", [(10, 11), (11, 10), (11, 12)])
-def test_moments_without_room_for_their_scales_or_of_two_dtypes_are_refused(sizes: tuple[int, int]) -> None:
+def test_moments_without_room_for_their_scales_or_of_two_dtypes_are_refused() -> None:
     master, gradient, shadow = np.zeros(10, np.float32), np.zeros(10, np.uint16), np.zeros(10, np.uint16)
-    first, second = (np.zeros(size, np.uint8) for size in sizes)
-    with pytest.raises(ArgumentError, match="scales of their 1 blocks"):
-        numpy_kernels.Span(master, first, second, gradient, shadow)
+    for first, second in ((10, 11), (11, 10), (11, 12)):
+        with pytest.raises(ArgumentError, match="scales of their 1 blocks"):
+            numpy_kernels.Span(master, np.zeros(first, np.uint8), np.zeros(second, np.uint8), gradient, shadow)
     with pytest.raises(ArgumentError, match="both uint8"):
         numpy_kernels.Span(master, np.zeros(11, np.uint8), master.copy(), gradient, shadow)

@@ -85,29 +85,14 @@ def test_every_loop_is_within_the_budget(mca: ModuleType, report: dict[str, Any]
         allowed = mca.ALLOWED.get((row["state"], row["name"]), 1)
         assert floor <= row["cycles_per_param"] <= allowed * budget, key
         assert row["of_budget"] == pytest.approx(row["cycles_per_param"] / budget), key
-
-
-def test_the_claim_of_the_design_holds(report: dict[str, Any]) -> None:
-    """Under three cycles for the plain step, so that less than a quarter of the cores can keep memory busy."""
-    for row in report["rows"]:
-        if row["name"] == "step" and row["state"] in ("fp32", "split"):
-            assert row["cycles_per_param"] < 3, row["isa"]
-            assert row["gb_per_s_per_core"] * 18 > 450, row["isa"]
-
-
-def test_replay_in_one_pass_is_no_slower_than_undo_and_step(report: dict[str, Any]) -> None:
-    for isa, state in {(row["isa"], row["state"]) for row in report["rows"]}:
-        found = [row for row in report["rows"] if (row["isa"], row["state"]) == (isa, state)]
-        cycles = {row["name"]: row["cycles_per_param"] for row in found}
-        assert cycles["undo"] < cycles["replay"] < 1.05 * (cycles["undo"] + cycles["step"])
-
-
-def test_even_if_every_vector_escapes_the_step_is_within_the_budget_of_fp32(report: dict[str, Any]) -> None:
-    rows = [row for row in report["rows"] if row["name"] == "step_journaled"]
-    for row in rows:
-        # 8-bit moments, whose step has two passes, may take a quarter more.
-        limit = report["limit"]["cycles_per_param"] * (1.25 if row["state"].startswith("q8") else 1)
-        assert row["cycles_per_param"] < row["cycles_per_param_all_escape"] < limit, row
+        if row["name"] == "step" and row["state"] in ("fp32", "split"):  # a quarter of the cores keeps memory busy
+            assert row["cycles_per_param"] < 3 and row["gb_per_s_per_core"] * 18 > 450, key
+        if row["name"] == "step_journaled":  # even if every vector escapes; 8-bit steps have two passes
+            limit = report["limit"]["cycles_per_param"] * (1.25 if row["state"].startswith("q8") else 1)
+            assert row["cycles_per_param"] < row["cycles_per_param_all_escape"] < limit, key
+        if row["name"] == "replay":
+            undo, step = (rows[(key[0], key[1], name)]["cycles_per_param"] for name in ("undo", "step"))
+            assert undo < row["cycles_per_param"] < 1.05 * (undo + step), key
 
 
 def test_the_hot_loop_is_cut_out_without_its_rare_branch(mca: ModuleType) -> None:
@@ -115,37 +100,13 @@ def test_the_hot_loop_is_cut_out_without_its_rare_branch(mca: ModuleType) -> Non
     assert [line.split()[0] for line in usual] == ["fsqrt", "nots", "b.ne", "add", "cmp", "b.lo"]
     assert [line.split()[0] for line in worst[:5]] == ["fsqrt", "nots", "b.ne", "compact", "str"]
     assert mca.count("fsqrt", usual) == mca.count("fsqrt", worst) == 1
-
-
-def test_an_access_that_moves_its_pointer_becomes_two(mca: ModuleType) -> None:
-    lines = ["ldr\td20, [x9], #8", "str q1, [x8, #-16]!", "ldr q2, [x8, x9]", "st1w { z2.s }, p0, [x8, x1, lsl #2]"]
-    first = ["ldr\td20, [x9]", "add x9, x9, #8", "add x8, x8, #-16", "str q1, [x8]"]
-    assert mca.split_addressing(lines) == [*first, *lines[2:]]
-
-
-def test_a_function_without_the_loop_is_an_error(mca: ModuleType) -> None:
-    with pytest.raises(RuntimeError, match="no function grace_undo"):
-        mca.loop_bodies(ASSEMBLY, "undo", mca.ONE_PASS)
     with pytest.raises(RuntimeError, match="found 0"):
         mca.loop_bodies(ASSEMBLY.replace("fsqrt", "fmul"), "step", mca.ONE_PASS)
 
 
-def test_a_loop_over_the_budget_fails(mca: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mca, "find_tools", lambda compiler: mca.Tools([], "", {"compiler": "", "llvm-mca": ""}))
-    for cycles, status in ((mca.budget() * 0.99, 0), (mca.budget() * 1.01, 1)):
-        row = mca.row_of("step", "sve", "fp32", 9.0, cycles, cycles)
-        monkeypatch.setattr(mca, "analyse", lambda tools, isa, state, bodies, row=row: [row])
-        assert mca.main([]) == status
-
-
-@pytest.mark.parametrize("arguments,status", [([], 0), (["--require"], 77)])
 def test_missing_tools_are_said_loudly(
-    mca: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    status: int,
+    mca: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    assert mca.main(arguments) == status
+    assert (mca.main([]), mca.main(["--require"])) == (0, 77)
     assert capsys.readouterr().out.startswith("SKIPPED: ")

@@ -33,23 +33,6 @@ def expect(guarded: GuardedSpan, expected: Stepped, context: str) -> None:
 
 
 @each_isa
-@each_mode
-@each_width
-def test_replay_with_other_hyper_parameters(isa: str, mode: str, width: int) -> None:
-    """A replay freezes everything anew, not only the gradient factor."""
-    with kernels.using_isa(isa):
-        for kind in cases.KINDS:
-            old = cases.state(kind, 700, 400)
-            gradient = cases.gradient(kind, "bf16", 700, 403)
-            for first, second in zip(cases.HYPERS, (*cases.HYPERS[1:], cases.HYPERS[0]), strict=True):
-                one, other = (replace(hyper, l2=mode == "l2") for hyper in (first, second))
-                guarded = GuardedSpan(old, gradient, "bf16", start=5)
-                assert guarded.span.step_journaled(kernel_hyper(one), width=width)
-                guarded.span.replay(kernel_hyper(other))
-                expect(guarded, adam.step(*old, gradient, "bf16", other), f"{one} replayed as {other}")
-
-
-@each_isa
 @each_width
 def test_a_chain_of_speculated_steps_as_in_training(isa: str, width: int) -> None:
     """Committed, undone and replayed steps in turn, from the first step on; the state never leaves the reference."""
@@ -61,7 +44,7 @@ def test_a_chain_of_speculated_steps_as_in_training(isa: str, width: int) -> Non
     span = guarded.span
     bytes_used = []
     with kernels.using_isa(isa):
-        for step in range(1, 61):
+        for step in range(1, 34):
             gradient = noisy_gradient(length, step)
             guarded.set_gradient(gradient)
             hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, step)
@@ -99,7 +82,7 @@ def test_an_escape_in_every_single_lane(isa: str, width: int) -> None:
     gradient = cases.gradient("training", "bf16", length, 450)
     hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, 2)
     with kernels.using_isa(isa):
-        for lane in (*range(70), *range(1000, 1100)):
+        for lane in (*range(66), *range(1015, 1035)):
             for component, name in enumerate(("exp_avg", "exp_avg_sq", "master")):
                 parts = {"master": np.ones(length, np.float32), "exp_avg": zeros.copy(), "exp_avg_sq": zeros.copy()}
                 parts[name].view(np.uint32)[lane] = 0x7FC12345
@@ -113,12 +96,11 @@ def test_an_escape_in_every_single_lane(isa: str, width: int) -> None:
 
 @each_isa
 @each_width
-@pytest.mark.parametrize("kind", cases.KINDS)
-@pytest.mark.parametrize("published", ["bf16", "split"])
+@pytest.mark.parametrize(("kind", "published"), [("training", "split"), ("hostile", "bf16")])
 def test_a_full_arena_is_reported_with_nothing_changed(isa: str, width: int, kind: str, published: str) -> None:
     """For any arena size: either there is room and undo is exact, or master and moments are as they were."""
     with kernels.using_isa(isa):
-        for length in (1, 40, 1500):
+        for length in (1, 1500):
             old = cases.state(kind, length, 460)
             gradient = cases.gradient(kind, "bf16", length, 463)
             hyper = Hyper(0.5, 0.0, 0.9, 1e-8, 2.0, 7)
@@ -155,27 +137,6 @@ def test_more_escapes_than_wait_for_their_place_at_once(isa: str, width: int) ->
                 guarded.span.undo()
             assert_state(guarded.state, old, f"room for {room} of the escapes")
             guarded.check(f"room for {room} of the escapes")
-
-
-@each_isa
-@each_mode
-def test_a_span_goes_on_after_a_full_arena(isa: str, mode: str) -> None:
-    length = 2100
-    old = cases.state("training", length, 470)
-    gradient = cases.gradient("training", "bf16", length, 473)
-    coded = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, 7)
-    lost = replace(coded, beta1=0.0)
-    if mode == "l2":
-        coded, lost = replace(coded, l2=True, weight_decay=0.0), replace(lost, l2=True, weight_decay=0.0)
-    with kernels.using_isa(isa):
-        guarded = GuardedSpan(old, gradient, "bf16", arena_bytes=length)
-        assert not guarded.span.step_journaled(kernel_hyper(lost))
-        assert guarded.span.step_journaled(kernel_hyper(coded))
-        guarded.span.undo()
-        assert_state(guarded.state, old)
-        assert not guarded.span.step_journaled(kernel_hyper(lost))
-        guarded.span.step(kernel_hyper(lost))
-        expect(guarded, adam.step(*old, gradient, "bf16", lost), "a plain step after a full arena")
 
 
 def test_a_journal_of_one_instruction_set_is_undone_by_any_other() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,21 +32,12 @@ def split_arrays(length: int = 20, seed: int = 700) -> Arrays:
 # ---- spans ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name,dtype",
-    [
-        ("shadow", np.float32),
-        ("shadow", np.int16),
-        ("master", np.uint16),
-        ("exp_avg", np.int16),
-        ("gradient", np.int16),
-    ],
-)
-def test_a_span_refuses_other_types_and_overlaps_beside_split_masters(name: str, dtype: type) -> None:
+def test_a_span_refuses_other_types_and_overlaps_beside_split_masters() -> None:
     arrays = split_arrays()
     numpy_kernels.Span(**arrays)
-    with pytest.raises(ArgumentError, match=name):
-        numpy_kernels.Span(**{**arrays, name: np.full(20, 7, dtype)})
+    for name, dtype in (("shadow", np.float32), ("shadow", np.int16), ("master", np.uint16), ("exp_avg", np.int16)):
+        with pytest.raises(ArgumentError, match=name):
+            numpy_kernels.Span(**{**arrays, name: np.full(20, 7, dtype)})
     memory = np.arange(39, dtype=np.uint16)
     with pytest.raises(ArgumentError, match="overlap"):
         numpy_kernels.Span(**{**arrays, "master": memory[:20].view(np.int16), "gradient": memory[19:]})
@@ -131,24 +121,8 @@ def test_a_bucket_publishes_if_its_journal_holds_the_old_halves(journal_bytes: i
     assert_bits("shadow", arrays["shadow"], stepped.shadow)
 
 
-def by_caller(work: _native.BucketWork) -> None:
-    work.run_all(_native.Operation.publish)
-    work.run_all(_native.Operation.settle)
-
-
-def by_worker_threads(work: _native.BucketWork) -> None:
-    pool = _native.WorkerPool([-1, -1])
-    try:
-        for operation in (_native.Operation.publish, _native.Operation.settle):
-            done = pool.submit(work, operation)
-            assert done.wait(60) and not done.error
-    finally:
-        pool.close()
-
-
-@pytest.mark.parametrize("two_phases", [by_caller, by_worker_threads])
-def test_every_run_of_a_bucket_keeps_halves_of_its_own(two_phases: Callable[[_native.BucketWork], None]) -> None:
-    """Several chunks, whole masters between split ones, and a run without a gradient."""
+def test_every_run_of_a_bucket_keeps_halves_of_its_own() -> None:
+    """On worker threads: several chunks, whole masters between split ones, and a run without a gradient."""
     lengths, absent, whole = (70, 70000, 1000, 33, 200), 2, 3
     states = [cases.state("training", length, 720 + 10 * number) for number, length in enumerate(lengths)]
     pieces = [split_arrays(length, 720 + 10 * number) for number, length in enumerate(lengths)]
@@ -157,7 +131,13 @@ def test_every_run_of_a_bucket_keeps_halves_of_its_own(two_phases: Callable[[_na
     runs = [run_of(piece, split_master=number != whole) for number, piece in enumerate(pieces)]
     work = _native.BucketWork(runs, 2 * sum(-(-length // 64) * 64 for length in lengths))
     freeze(work, [0 if number == absent else HYPER.step for number in range(len(lengths))])
-    two_phases(work)
+    pool = _native.WorkerPool([-1, -1])
+    try:
+        for operation in (_native.Operation.publish, _native.Operation.settle):
+            done = pool.submit(work, operation)
+            assert done.wait(60) and not done.error
+    finally:
+        pool.close()
     for number, (piece, old) in enumerate(zip(pieces, states, strict=True)):
         if number == absent:
             assert bits_of(piece) == before[number]
