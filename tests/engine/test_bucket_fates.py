@@ -128,6 +128,7 @@ def test_the_partial_norm_is_of_this_steps_gradients_once_each() -> None:
         before = engine.stats()["buckets_speculated"]
         for _ in range(4):
             engine.retract(shards[1])
+            assert engine.speculator.norm.look() == 1024.0
             engine.arrive(shards[1], ones)
         assert engine.stats()["buckets_speculated"] == before + 4
         assert engine.speculator.norm.squares == 2048.0

@@ -6,18 +6,16 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
 from superoffload.engine.bucket import GroupHyper
-from tests.support.engine_rig import Rig, Settings, rig, to_numpy, to_tensor
-from tests.support.reference.convert import narrow
+from tests.support.engine_rig import Rig, Settings, rig
 
 HYPER = GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1)
 # What happens in a step besides its gradients.
-KINDS = ("plain", "plain", "clip", "spike", "nan", "new hyper-parameters", "other factor", "again", "write", "abandon")
+KINDS = ("plain", "plain", "clip", "spike", "nan", "new hyper-parameters", "other factor", "abandon")
 
 
 def backward(made: Rig, kind: str) -> dict[int, npt.NDArray[Any]]:
@@ -26,23 +24,7 @@ def backward(made: Rig, kind: str) -> dict[int, npt.NDArray[Any]]:
         poison = math.nan if kind == "nan" and shard.index == 0 else None
         gradients[shard.index] = made.gradient(shard, 1e3 if kind == "spike" else 1.0, poison)
         made.arrive(shard, gradients[shard.index])
-    if kind == "again":
-        for index in (1, 0):
-            made.engine.retract(made.shards[index])
-        gradients[0] = made.gradient(made.shards[0])
-        made.arrive(made.shards[0], gradients[0], in_backward=False)
-        del gradients[1]
     return gradients
-
-
-def write(made: Rig) -> None:
-    """What the optimizer does when a user has written to a parameter."""
-    shard, parameter = made.shards[0], made.reference.parameters[0]
-    made.engine.restore(shard)
-    value = made.random.standard_normal(shard.numel).astype(np.float32)
-    shard.write_masters(torch.from_numpy(value))
-    made.published[0].copy_(to_tensor(narrow(value, made.settings.published_format)))
-    parameter.master, parameter.published = value, to_numpy(made.published[0])
 
 
 def step(made: Rig, kind: str) -> None:
@@ -50,8 +32,6 @@ def step(made: Rig, kind: str) -> None:
     made.check_published_unchanged()
     if kind == "new hyper-parameters":
         made.set_hyper(0, replace(made.hypers[0], lr=made.hypers[0].lr / 2))
-    if kind == "write":
-        write(made)
     if kind == "abandon":
         made.engine.abandon()
     else:

@@ -20,32 +20,6 @@ pytestmark = pytest.mark.in_turn("grace model")
 
 SCRIPT = ROOT / "benchmarks" / "grace" / "mca.py"
 
-# A step whose loop has one rare branch, with the rare block out of line as compilers place it.
-ASSEMBLY = """
-grace_step:                             // @grace_step
-\t.cfi_startproc
-// %bb.0:
-\tcmp\tx1, x2
-\tb.hs\t.LBB0_4
-.LBB0_1:                                // =>This Inner Loop Header: Depth=1
-\tfsqrt\tz0.s, p0/m, z1.s              // a comment
-\tnots\tp2.b, p0/z, p1.b
-\tb.ne\t.LBB0_3
-.LBB0_2:
-\tadd\tx1, x1, x15
-\tcmp\tx1, x2
-\tb.lo\t.LBB0_1
-\tb\t.LBB0_4
-.LBB0_3:
-\tcompact\tz9.s, p1, z9.s
-\tstr\tw16, [x3]
-\tb\t.LBB0_2
-.LBB0_4:
-\tret
-.Lfunc_end0:
-\t.size\tgrace_step, .Lfunc_end0-grace_step
-"""
-
 
 @pytest.fixture(scope="module")
 def mca() -> ModuleType:
@@ -93,15 +67,6 @@ def test_every_loop_is_within_the_budget(mca: ModuleType, report: dict[str, Any]
         if row["name"] == "replay":
             undo, step = (rows[(key[0], key[1], name)]["cycles_per_param"] for name in ("undo", "step"))
             assert undo < row["cycles_per_param"] < 1.05 * (undo + step), key
-
-
-def test_the_hot_loop_is_cut_out_without_its_rare_branch(mca: ModuleType) -> None:
-    [(usual, worst)] = mca.loop_bodies(ASSEMBLY, "step", mca.ONE_PASS)["fsqrt"]
-    assert [line.split()[0] for line in usual] == ["fsqrt", "nots", "b.ne", "add", "cmp", "b.lo"]
-    assert [line.split()[0] for line in worst[:5]] == ["fsqrt", "nots", "b.ne", "compact", "str"]
-    assert mca.count("fsqrt", usual) == mca.count("fsqrt", worst) == 1
-    with pytest.raises(RuntimeError, match="found 0"):
-        mca.loop_bodies(ASSEMBLY.replace("fsqrt", "fmul"), "step", mca.ONE_PASS)
 
 
 def test_missing_tools_are_said_loudly(

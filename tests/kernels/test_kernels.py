@@ -6,14 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from superoffload import kernels
-from superoffload._native import CHUNK
 from tests.support import kernel_battery as battery
 from tests.support import kernel_inputs as cases
 from tests.support import numpy_kernels
@@ -32,29 +30,6 @@ def expect(guarded: GuardedSpan, expected: Stepped, context: str) -> None:
     assert_state(guarded.state, State(*expected[:3]), context)
     assert_bits("shadow", guarded.shadow, expected.shadow, context)
     guarded.check(context)
-
-
-@each_isa
-@each_mode
-def test_a_span_longer_than_a_worker_threads_chunk(isa: str, mode: str) -> None:
-    """Long spans are cut into chunks; nothing may depend on where."""
-    length = 2 * CHUNK + 1500
-    hyper = replace(cases.HYPERS[2], l2=mode == "l2")
-    old, gradient = cases.state("hostile", length, 215), cases.gradient("hostile", "bf16", length, 218)
-    expected = adam.step(*old, gradient, "bf16", hyper)
-    frozen = kernel_hyper(hyper)
-    with kernels.using_isa(isa):
-        guarded = GuardedSpan(old, gradient, "bf16", start=3)
-        guarded.span.publish(frozen)
-        expect(guarded, Stepped(*old, expected.shadow), "publish")
-        assert guarded.span.step_journaled(frozen)
-        expect(guarded, expected, "journaled step")
-        guarded.span.undo()
-        expect(guarded, Stepped(*old, expected.shadow), "undo")
-        guarded.span.step_journaled(kernel_hyper(hyper, gradient_factor=0.3), width=2)
-        guarded.span.replay(frozen)
-        expect(guarded, expected, "replay")
-        assert numpy_kernels.sum_of_squares(gradient).tobytes() == adam.sum_of_squares(gradient).tobytes()
 
 
 @each_isa

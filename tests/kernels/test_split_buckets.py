@@ -91,36 +91,6 @@ def bits_of(arrays: Arrays) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in arrays.items()}
 
 
-@pytest.mark.parametrize("journal_bytes,publishes", [(0, False), (2 * 128 - 1, False), (2 * 128, True)])
-def test_a_bucket_publishes_if_its_journal_holds_the_old_halves(journal_bytes: int, publishes: bool) -> None:
-    """65 elements take the place of 128, a multiple of 64."""
-    arrays = split_arrays(65)
-    for shadow_type in (_native.ElementType.f32, _native.ElementType.f16):
-        with pytest.raises(ValueError, match="split master"):
-            run_of(arrays, shadow_type=shadow_type)
-    whole = {**arrays, "master": np.zeros(65, np.float32)}
-    assert _native.BucketWork([run_of(whole, split_master=False)], 0).publishes
-    work = _native.BucketWork([run_of(arrays)], journal_bytes)
-    assert work.publishes is publishes
-    freeze(work, [HYPER.step])
-    before = bits_of(arrays)
-    with pytest.raises((RuntimeError, ValueError), match=r"publish|65 split masters"):
-        work.run_all(_native.Operation.settle)
-    assert bits_of(arrays) == before
-    if publishes:
-        work.run_all(_native.Operation.publish)
-        work.run_all(_native.Operation.settle)
-    else:
-        with pytest.raises(ValueError, match="65 split masters, 2 bytes each; step the bucket in one pass"):
-            work.run_all(_native.Operation.publish)
-        assert bits_of(arrays) == before
-        work.run_all(_native.Operation.step)
-    old = cases.state("training", 65, 700)
-    stepped = adam.step(*old, arrays["gradient"], "split", HYPER)
-    assert_bits("master", join(arrays["shadow"], arrays["master"]), stepped.master)
-    assert_bits("shadow", arrays["shadow"], stepped.shadow)
-
-
 def test_every_run_of_a_bucket_keeps_halves_of_its_own() -> None:
     """On worker threads: several chunks, whole masters between split ones, and a run without a gradient."""
     lengths, absent, whole = (70, 70000, 1000, 33, 200), 2, 3

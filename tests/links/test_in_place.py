@@ -100,48 +100,25 @@ def test_parameters_with_memory_of_any_form(memory: Callable[[nn.Parameter], Non
     check_against_speculation(steps, make, max_grad_norm=0.5)
 
 
-def expanded(grad: Tensor) -> Tensor:
-    return grad.mean().expand(grad.shape)
+FORMS_OF_GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded": lambda grad: grad.mean().expand(grad.shape),
+    "transposed": lambda grad: grad.t().contiguous().t() if grad.dim() == 2 else grad.flip(0).flip(0),
+    "negated": lambda grad: torch._neg_view(-grad),  # with torch's negative bit: its memory has the opposite signs
+}
 
 
-def transposed(grad: Tensor) -> Tensor:
-    return grad.t().contiguous().t() if grad.dim() == 2 else grad.flip(0).flip(0)
-
-
-def negated(grad: Tensor) -> Tensor:
-    """With torch's negative bit: its memory has the opposite signs."""
-    return torch._neg_view(-grad)
-
-
-@pytest.mark.parametrize("change", [expanded, transposed, negated])
-def test_gradients_of_any_form_as_they_are_at_the_step(change: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("form", FORMS_OF_GRADIENTS)
+def test_gradients_of_any_form_as_they_are_at_the_step(form: str) -> None:
     def steps(model: nn.Module, optimizer: AdamW) -> None:
         for step in range(4):
             optimizer.zero_grad()
             batch(model, step).backward()
             for param in model.parameters():
                 assert param.grad is not None
-                param.grad = change(param.grad)
+                param.grad = FORMS_OF_GRADIENTS[form](param.grad)
             optimizer.step()
 
     check_against_speculation(steps, max_grad_norm=0.5)
-
-
-def test_memory_is_looked_up_in_every_step() -> None:
-    models = [model_of(), model_of()]
-    digests = []
-    for moves, model in zip((True, False), models, strict=True):
-        with AdamW(model.parameters(), speculation="never", lr=1e-2, bucket_numel=512) as optimizer:
-            for step in range(5):
-                train(model, optimizer, [step])
-                versions = [param._version for param in model.parameters()]
-                for param in model.parameters():
-                    if moves:
-                        param.data = param.detach().clone()
-                train(model, optimizer, [step + 10])
-                assert all(p._version > v for p, v in zip(model.parameters(), versions, strict=True))
-            digests.append(optimizer.state_digests())
-    assert digests[0] == digests[1]
 
 
 def test_a_step_without_some_gradients_and_one_that_is_skipped() -> None:
@@ -161,50 +138,19 @@ def test_a_step_without_some_gradients_and_one_that_is_skipped() -> None:
     check_against_speculation(steps, lambda: model_of(torch.bfloat16), bucket_numel=1 << 16)
 
 
-def test_edits_of_gradients_that_raise_no_version_count() -> None:
-    digests = []
-    for edit in (lambda grad: grad.mul_(0.5), lambda grad: grad.data.mul_(0.5)):
-        model = model_of()
-        with AdamW(model.parameters(), speculation="never", lr=1e-2, max_grad_norm=0.5) as optimizer:
-            for step in range(4):
-                optimizer.zero_grad()
-                batch(model, step).backward()
-                for param in model.parameters():
-                    edit(param.grad)
-                optimizer.step()
-            digests.append(optimizer.state_digests())
-    assert digests[0] == digests[1]
-
-
-def a_parameter(optimizer: AdamW, other: nn.Parameter) -> Tensor:
-    return other.detach()
-
-
-def a_parameter_that_moved(optimizer: AdamW, other: nn.Parameter) -> Tensor:
-    other.data = other.detach().clone()
-    return other.detach()
-
-
-def a_moment(optimizer: AdamW, other: nn.Parameter) -> Tensor:
-    state = optimizer.state.get(other)
-    return torch.ones_like(other) if state is None else state["exp_avg"]
-
-
-@pytest.mark.parametrize(
-    ("of", "grouped"), [(a_parameter, False), (a_parameter, True), (a_parameter_that_moved, True), (a_moment, True)]
-)
-def test_gradients_that_are_memory_which_the_step_writes(
-    of: Callable[[AdamW, nn.Parameter], Tensor], grouped: bool
-) -> None:
+@pytest.mark.parametrize("of", ["parameter", "parameter that moved", "moment"])
+def test_gradients_that_are_memory_which_the_step_writes(of: str) -> None:
     def make() -> list[Any]:
-        params = [nn.Parameter(torch.linspace(0, step + 1, 3000)) for step in range(3)]
-        return [{"params": [param]} for param in params] if grouped else params
+        return [{"params": [nn.Parameter(torch.linspace(0, step + 1, 3000))]} for step in range(3)]
 
     def steps(made: list[Any], optimizer: AdamW) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for _ in range(4):
             for param, other in zip(params, [*params[1:], params[0]], strict=True):
-                param.grad = of(optimizer, other)
+                if of == "parameter that moved":
+                    other.data = other.detach().clone()
+                state = optimizer.state.get(other)
+                param.grad = state["exp_avg"] if of == "moment" and state else other.detach()
             params[-1].grad = torch.ones_like(params[-1])
             optimizer.step()
 
@@ -226,18 +172,9 @@ def test_a_gradient_that_overlaps_its_parameter_in_the_memory_of_numpy() -> None
     check_against_speculation(steps, make, lr=0.1)
 
 
-def move(params: list[nn.Parameter]) -> None:
-    for param in params:
-        param.data = param.detach().clone()
-
-
-def edit_unseen(params: list[nn.Parameter]) -> None:
-    assert params[0].grad is not None
-    params[0].grad.data.fill_(0.25)
-
-
-@pytest.mark.parametrize("change", [move, edit_unseen])
-def test_a_step_that_failed_leaves_nothing_to_the_next(change: Callable[[list[nn.Parameter]], None]) -> None:
+@pytest.mark.parametrize("change", ["move", "edit unseen"])
+def test_a_step_that_failed_leaves_nothing_to_the_next(change: str) -> None:
+    """Memory is looked up in every step, and gradients are as they are then."""
     digests = []
     for fails in (True, False):
         params = [nn.Parameter(torch.linspace(0, step + 1, 3000)) for step in range(3)]
@@ -250,23 +187,14 @@ def test_a_step_that_failed_leaves_nothing_to_the_next(change: Callable[[list[nn
                     with pytest.raises(ArgumentError, match="sparse"):
                         optimizer.step()
                     params[-1].grad = torch.ones_like(params[-1])
-                change(params)
+                if change == "move":
+                    for param in params:
+                        param.data = param.detach().clone()
+                else:
+                    grad: Any = params[0].grad
+                    grad.data.fill_(0.25)
                 optimizer.step()
                 for param in params:
                     assert torch.equal(param.detach(), optimizer.state[param]["master"])
             digests.append(optimizer.state_digests())
     assert digests[0] == digests[1]
-
-
-def test_masters_follow_a_written_parameter_when_its_gradient_is_final() -> None:
-    def read(**options: Any) -> Tensor:
-        param = nn.Parameter(torch.zeros(300))
-        with AdamW([param], **options) as optimizer:
-            with torch.no_grad():
-                param.fill_(2.0)
-            (param * param).sum().backward()
-            master: Tensor = optimizer.state_dict()["state"][0]["master"].clone()
-            return master
-
-    assert torch.equal(read(speculation="never"), torch.full((300,), 2.0))
-    assert torch.equal(read(speculation="always"), torch.full((300,), 2.0))

@@ -18,14 +18,9 @@ from superoffload.timeline import PROCESSORS, read_trace
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device
 from tests.support.fake_cuda_training import blocks_of, count_gradients, training
-from tests.support.fake_memory import allocated
 from tests.support.link_runs import LATE, deep_model, run_model, steps, wide_model
 
-MakeModel = Callable[[torch.dtype], nn.Sequential]
 Outcome = tuple[dict[str, str], int]
-
-
-# ---- the peak -------------------------------------------------------------------------------------------------------
 
 
 def large_last(dtype: torch.dtype) -> nn.Sequential:
@@ -33,16 +28,6 @@ def large_last(dtype: torch.dtype) -> nn.Sequential:
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())]
     return nn.Sequential(nn.Linear(16, 512), nn.Linear(512, 32), *layers, nn.Linear(32, 4)).to(dtype)
-
-
-def large_first(dtype: torch.dtype) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())]
-    return nn.Sequential(nn.Linear(16, 32), *layers, nn.Linear(32, 512), nn.Linear(512, 4)).to(dtype)
-
-
-def one_group(model: nn.Module) -> list[dict[str, Any]]:
-    return [{"params": list(model.parameters())}]
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -54,28 +39,17 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("make_model", "groups", "bucket_numel", "dtype"),
     [
-        (deep_model, one_group, 1024, torch.bfloat16),
-        (deep_model, two_groups, 2048, torch.float32),
-        (wide_model, one_group, 2048, torch.bfloat16),
-        (wide_model, two_groups, 1024, torch.float32),
-        (large_last, one_group, 5000, torch.float32),
+        (deep_model, nn.Module.parameters, 1024, torch.bfloat16),
+        (wide_model, two_groups, 2048, torch.float32),
+        (large_last, nn.Module.parameters, 5000, torch.float32),
         (large_last, two_groups, 1024, torch.bfloat16),
-        (large_first, one_group, 1024, torch.float32),
-        (large_first, two_groups, 5000, torch.bfloat16),
     ],
 )
 def test_blocks_and_gradients_never_exceed_all_gradients(
-    fake: Fake,
-    make_model: MakeModel,
-    groups: Callable[[nn.Module], Any],
-    bucket_numel: int,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
+    fake: Fake, make_model: Any, groups: Any, bucket_numel: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted as an allocator does, whenever a gradient or a block appears; staging that is always there aside.
-
-    What record_stream was called for counts until the end of the step.
-    """
+    """Counted as an allocator does, whenever a gradient or a block appears; staging that is always there aside. What
+    record_stream was called for counts until the end of the step."""
     monkeypatch.setattr(BitCompareInterval, "on_device", False)  # no more sums of bits
     model = make_model(dtype)
     model.register_forward_pre_hook(lambda *_: fake.synchronize())
@@ -96,43 +70,6 @@ def test_blocks_and_gradients_never_exceed_all_gradients(
             assert (most > 0) == bool(early_buckets(optimizer._engine.buckets))
             if bucket_numel == 1024 and make_model is deep_model:
                 assert most > all_gradients / 2, "most of the gradients' memory is used again"
-
-
-def test_behind_accumulate_they_may_take_more(fake: Fake) -> None:
-    """One bucket, since all gradients are there when it is packed."""
-    model = deep_model(torch.bfloat16)
-    with on_fake_device(fake) as links:
-        all_gradients = count_gradients(model, links)
-        with AdamW(model.parameters(), speculation="always", threads=1, bucket_numel=1024) as optimizer:
-            memory = links[0].fake_device.memory
-            for seed in range(4):
-                optimizer.zero_grad()
-                fake.synchronize()
-                always = memory.peak = memory.active
-                with optimizer.accumulate():
-                    batch(model, seed).backward()
-                batch(model, 7 + seed).backward()
-                assert (blocks_of(optimizer) > 0) == (seed > 0)
-                optimizer.step()
-                one_more = max(allocated(2 * bucket.padded) for bucket in optimizer._engine.buckets)
-                assert memory.peak - always <= all_gradients + one_more
-
-
-def test_which_buckets_may_have_one(fake: Fake) -> None:
-    """All but the last two, where buckets are alike."""
-    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
-    with on_fake_device(fake), AdamW(model.parameters(), bucket_numel=1024) as optimizer:
-        buckets = optimizer._engine.buckets
-        assert len(buckets) == 6
-        assert early_buckets(buckets) == set(buckets[:-2])
-        for bucket in buckets:
-            bucket.gradient_dtype = torch.bfloat16
-        assert early_buckets(buckets) == set(), "parameters that are wider than gradients"
-        for bucket in buckets:
-            bucket.gradient_dtype = torch.float32
-        for bucket in buckets[:4]:
-            bucket.pieces[0].shard.keeps_gradient = True
-        assert early_buckets(buckets) == set(), "gradients that stay leave nothing"
 
 
 # ---- delivery on demand, and the end --------------------------------------------------------------------------------
@@ -161,19 +98,12 @@ def test_delivery_on_demand_leaves_none_to_the_next_forward(fake: Fake, mode: st
     assert fake.mismatches == 0
 
 
-def throw_away(model: nn.Module, optimizer: AdamW) -> None:
-    """``step()`` then has nothing to do, and ``zero_grad()`` neither."""
-    for param in model.parameters():
-        param.grad = None
-    optimizer.step()
-
-
 ENDS: dict[str, Callable[[nn.Module, AdamW], object]] = {
     "skip": lambda model, optimizer: optimizer.step(),
     "abandon": lambda model, optimizer: optimizer.zero_grad(),
     "zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "close": lambda model, optimizer: optimizer.close(),
-    "thrown away": throw_away,
+    "thrown away": lambda model, optimizer: (model.zero_grad(), optimizer.step()),
 }
 
 
@@ -231,13 +161,10 @@ def steps_on_host() -> dict[str, str]:
 def test_a_block_goes_behind_the_kernel_that_reads_it(fake: Fake) -> None:
     expected, side = (steps_on_host(), 0), fake.make_stream()
 
-    def waits(fake: Fake, link: LateLink) -> None:
-        """As it is."""
-
     def drops_waits(fake: Fake, link: LateLink) -> None:
         fake.drop_waits(side, link.roles["up"])
 
-    assert all(on_two_streams(fake, seed, waits, side=side) == expected for seed in range(2))
+    assert all(on_two_streams(fake, seed, lambda *_: None, side=side) == expected for seed in range(2))
     assert any(on_two_streams(fake, seed, drops_waits, side=side) != expected for seed in range(6))
 
 

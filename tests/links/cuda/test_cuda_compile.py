@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +16,8 @@ from superoffload.links.cuda import compile as compiling
 from superoffload.links.cuda import nvrtc
 from superoffload.links.cuda.compile import compile_kernels
 from superoffload.links.cuda.nvrtc import CompileError, Nvrtc, Program
-from tests.support.checkout import ROOT
+from superoffload.links.cuda.start import LIBRARY_VARIABLE, cuda_link, kernels_for
+from tests.support.fake_cuda import IMAGE, Fake, FakeDevice
 
 
 class Compiler(Nvrtc):
@@ -77,29 +78,24 @@ def test_what_was_compiled_is_kept(compiler: Compiler, tmp_path: Path, monkeypat
     assert len(compiler.asked) == len(list(folder.iterdir())) == 4
 
 
-@pytest.mark.parametrize("damage", [b"", b"\x7fELF", None])
-def test_a_damaged_file_is_compiled_again(compiler: Compiler, tmp_path: Path, damage: bytes | None) -> None:
-    whole = compile_kernels("sm_90", cache=tmp_path)
-    (path,) = tmp_path.iterdir()
+def test_a_damaged_file_is_compiled_again_and_without_a_place_for_one_every_time(
+    compiler: Compiler, tmp_path: Path
+) -> None:
+    whole = compile_kernels("sm_90", cache=tmp_path / "cache")
+    (path,) = (tmp_path / "cache").iterdir()
     kept = path.read_bytes()
-    path.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]) if damage is None else damage)
-    assert compile_kernels("sm_90", cache=tmp_path) == whole
-    assert len(compiler.asked) == 2
-    assert path.read_bytes() == kept
-
-
-def test_kernels_without_a_place_to_keep_them(compiler: Compiler, tmp_path: Path) -> None:
+    for damaged in (b"", b"\x7fELF", kept[:-1] + bytes([kept[-1] ^ 1])):
+        path.write_bytes(damaged)
+        assert compile_kernels("sm_90", cache=tmp_path / "cache") == whole and path.read_bytes() == kept
+    assert len(compiler.asked) == 4
+    for unusable in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "not/absolute"}):
+        assert compiling.cache_folder(unusable) == Path.home() / ".cache" / "superoffload" / "kernels"
+    assert compiling.cache_folder({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "superoffload" / "kernels"
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     with pytest.warns(RuntimeWarning, match=r"compiled anew by every process.*XDG_CACHE_HOME") as caught:
         assert compile_kernels("sm_90", cache=blocked).startswith(b"\x7fELF")
     assert caught[0].filename == __file__
-
-
-def test_cache_folder_follows_the_environment(tmp_path: Path) -> None:
-    assert compiling.cache_folder({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "superoffload" / "kernels"
-    for unusable in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "not/absolute"}):
-        assert compiling.cache_folder(unusable) == Path.home() / ".cache" / "superoffload" / "kernels"
 
 
 def test_an_architecture_that_is_too_new_gets_the_closest_before_it(compiler: Compiler, tmp_path: Path) -> None:
@@ -111,9 +107,6 @@ def test_an_architecture_that_is_too_new_gets_the_closest_before_it(compiler: Co
         compile_kernels("sm_120", cache=tmp_path)
     with pytest.raises(KernelsUnavailable, match="no kernels for sm_75"):  # code for newer ones does not run there
         compile_kernels("sm_75", cache=tmp_path)
-
-
-def test_wrong_architectures_are_refused() -> None:
     for arch in ("90", "sm_", "compute_90", "sm_90; rm", ""):
         with pytest.raises(ArgumentError, match="expected an architecture such as 'sm_90'"):
             compile_kernels(arch)
@@ -185,7 +178,7 @@ def test_in_torchs_own_folder_and_in_a_toolkit(places: Places) -> None:
     places.put(places.toolkit / "lib64", "libnvrtc.so.12.8.93")
     (places.toolkit / "lib64" / "libnvrtc.so.12").symlink_to("libnvrtc.so.12.8.93")
     names = [Path(one.name).name for one in nvrtc.find([])]
-    assert names == ["libnvrtc-672ee683.so.12.1", "libnvrtc.so.12.8.93"], "each once"
+    assert names == ["libnvrtc-672ee683.so.12.1", "libnvrtc.so.12.8.93"], "torch's own and a toolkit's, each once"
 
 
 def test_without_nvrtc_it_says_what_was_tried(places: Places, tmp_path: Path) -> None:
@@ -199,6 +192,25 @@ def test_without_nvrtc_it_says_what_was_tried(places: Places, tmp_path: Path) ->
     with pytest.raises(KernelsUnavailable) as caught:
         compile_kernels("sm_90", cache=tmp_path)
     assert f"{places.torch / 'libnvrtc.so.11'}: has no nvrtcGetNumSupportedArchs" in str(caught.value)
+
+
+# ---- from a torch device to its link ----
+
+
+def test_a_link_for_a_torch_device(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything between parameters on a device and the link, but the device itself."""
+    asked: list[str] = []
+    monkeypatch.setenv(LIBRARY_VARIABLE, fake.library)
+    monkeypatch.setattr("superoffload.links.cuda.start.TorchDevice", lambda device: FakeDevice(fake))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(compiling, "compile_kernels", lambda arch: (asked.append(arch), IMAGE)[1])
+    for keep_grads in (True, None):
+        link = cuda_link(torch.device("cuda", 0), keep_grads=keep_grads)
+        assert asked[-1] == "sm_90" and link.pinned and link.frees_gradients is (keep_grads is None)
+        link.close()
+    monkeypatch.setattr(compiling, "compile_kernels", mock.Mock(side_effect=KernelsUnavailable("install something")))
+    with pytest.warns(RuntimeWarning, match=r"install something.*with the same result"):
+        assert kernels_for((8, 0)) == b""
 
 
 # ---- with the real compiler, where there is one ----
@@ -217,27 +229,3 @@ def test_nvrtc_compiles_the_kernels(tmp_path: Path) -> None:
     broken = Program(program.name, program.source + "\nnonsense", program.headers)
     with pytest.raises(CompileError, match=r"kernels\.cu.*error"):
         compiler.compile(broken, [*options, "--gpu-architecture=sm_90"])
-
-
-def test_sources_are_found_in_the_repository() -> None:
-    folder = compiling.source_folder()
-    assert os.path.samefile(folder, ROOT / "csrc" / "cuda")
-    program, _ = compiling.load_program()
-    included = [line.split('"')[1] for line in program.source.splitlines() if line.startswith("#include")]
-    assert set(included) <= set(program.headers)
-    assert "#include <" not in program.source + "".join(program.headers.values())  # NVRTC has no system headers
-
-
-class TooOld(Nvrtc):
-    """A library with none of NVRTC's functions."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._library = ctypes.CDLL(None)
-
-
-def test_compilers_that_are_too_old_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    offer(monkeypatch, TooOld("old.so"), Compiler((12, 0), [80, 90]))
-    said = r"old\.so: has no nvrtcGetNumSupportedArchs: too old; made up: it compiles for sm_80, sm_90"
-    with pytest.raises(KernelsUnavailable, match=said):
-        compile_kernels("sm_100", cache=tmp_path)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from superoffload import AdamW
-from superoffload.engine.bucket import Bucket
 from superoffload.host.memory import is_out_of_memory
-from superoffload.links.base import PackTicket
 from superoffload.links.cuda.device import TorchDevice, active_bytes, peak_active_bytes
-from superoffload.links.cuda.link import CudaLink, CudaOptions
-from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, on_fake_device
+from tests.support.fake_cuda import Fake, on_fake_device
 from tests.support.fake_cuda_training import accelerator_error, out_of_memory
-from tests.support.link_runs import LATE, deep_model, train, two_branches
+from tests.support.link_runs import LATE, deep_model, run_model, steps
 
 GRAPH_TREES = "torch._inductor.cudagraph_trees"
 
@@ -39,78 +37,17 @@ def replayed(fake: Fake, seed: int, *, waits: bool = True) -> dict[str, str]:
             if not waits:
                 fake.drop_waits(roles["current"], roles["pack"])
             fake.delays(seed, LATE)
-            steps(model, optimizer)
+            steps(model, optimizer, range(4))
             fake.synchronize()
+            assert links[0].fake_device.ahead == [roles["pack"]], "the pack stream goes ahead of backward"
             assert not links[0].fake_device.released, "record_stream would keep the graphs' pool from its checkpoints"
             return optimizer.state_digests()
 
 
-def steps(model: Any, optimizer: AdamW) -> None:
-    for seed in range(4):
-        optimizer.zero_grad()
-        values = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        model(values).float().square().mean().backward()
-        optimizer.step()
-
-
-def expected_bits() -> dict[str, str]:
-    model = deep_model(torch.bfloat16)
-    with AdamW(model.parameters(), threads=2, bucket_numel=1024) as optimizer:
-        steps(model, optimizer)
-        return optimizer.state_digests()
-
-
 def test_gradients_that_graphs_write_again_are_read_first(fake: Fake) -> None:
-    expected = expected_bits()
+    expected = run_model(partial(steps, seeds=range(4)), torch.bfloat16, {}, lambda: None, deep_model)[0]
     assert all(replayed(fake, seed) == expected for seed in range(2))
     assert any(replayed(fake, seed, waits=False) != expected for seed in range(6))
-
-
-class Replaying(CudaLink):
-    """Graphs of two streams share memory: what was packed is written again on the one that did not pack."""
-
-    def __init__(self, device: FakeDevice, side: int) -> None:
-        super().__init__(device, CudaOptions(image=IMAGE, timeout_seconds=60.0, library=device.fake.library))
-        self.device, self.side = device, side
-
-    def received(self, bucket: Bucket) -> None:
-        """The first gradient of a backward comes from ``side``."""
-        main, fake = self.device.fake.current, self.device.fake
-        fake.current = main if self._written_on.get(bucket) else self.side
-        super().received(bucket)
-        fake.current = main
-
-    def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
-        self.device.fake.sleep(10.0 * LATE, self.device.streams[0])
-        ticket = super().pack(bucket, grads)
-        for grad in grads:
-            if grad is not None:
-                self.device.overwrite(grad, self.side)
-        return ticket
-
-
-def test_every_stream_that_gradients_came_from_waits(fake: Fake) -> None:
-    expected = train(two_branches(), lambda: None)
-    side, device = fake.make_stream(), FakeDevice(fake)
-    device.reusing = True
-    made: list[CudaLink] = []
-
-    def link_for(params: Sequence[Tensor], **_: Any) -> CudaLink:
-        made.append(Replaying(device, side))
-        return made[-1]
-
-    with mock.patch("superoffload.optimizer.engine_setup.link_for", link_for):
-        try:
-            assert train(two_branches(), fake.synchronize) == expected
-        finally:
-            made[0].close()
-            for stream in (side, *device.streams):
-                fake.synchronize(stream)
-
-
-def test_the_pack_stream_goes_ahead_of_backward(fake: Fake) -> None:
-    with on_fake_device(fake) as links, AdamW(deep_model(torch.float32).parameters()):
-        assert links[0].fake_device.ahead == [links[0].roles["pack"]]
 
 
 # ---- what torch is asked --------------------------------------------------------------------------------------------
@@ -149,19 +86,6 @@ def test_graph_trees_of_the_device_write_gradients_again(device: TorchDevice, mo
     for backend, unasked in (("cudaMallocAsync", False), ("pluggable", True)):
         monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda backend=backend: backend)
         assert TorchDevice(torch.device("cuda", 0)).reuses_unasked() is unasked, backend
-
-
-def test_streams_have_the_priority_that_is_asked_for(device: TorchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-
-    def stream(of: torch.device, priority: int) -> Any:
-        assert of == device.torch_device
-        made.append(priority)
-        return SimpleNamespace(cuda_stream=len(made))
-
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
-    assert [device.make_stream(), device.make_stream(ahead=True)] == [1, 2]
-    assert made == [0, -1]
 
 
 def test_memory_that_a_stream_still_reads_is_not_free(device: TorchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,3 +127,19 @@ def test_out_of_memory_is_told_in_several_ways(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delattr(torch, "AcceleratorError")
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+def test_torch_is_asked_whether_it_captures(device: TorchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the link's device, whichever is the current one."""
+    current = [torch.device("cuda", 0)]
+
+    @contextmanager
+    def of(chosen: torch.device) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", of)
+    for capturing in (torch.device("cuda", 0), torch.device("cuda", 1)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda one=capturing: one == current[-1])
+        assert device.is_capturing() is (capturing == device.torch_device)

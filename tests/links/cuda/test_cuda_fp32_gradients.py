@@ -1,20 +1,24 @@
-"""fp32 gradients of bf16 parameters on a device: packed, freed where they are ours, and stepped as on the host."""
+"""fp32 gradients of bf16 parameters on a device, and their sums in host memory where it has no room for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.links.cuda.link import CudaLink, CudaOptions
-from tests.support.adamw_training import model_of
-from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, garbage_like, on_fake_device, on_host
-from tests.support.fp32_gradients import SOURCES, by_kernels, declared, needs_grad_dtype, parameters_of, precise_loss
+from superoffload.errors import DeviceError, StateError
+from superoffload.optimizer.packed_gradient import PackedGradient
+from tests.support.adamw_training import batch, grads_of, model_of
+from tests.support.fake_cuda import Fake, on_fake_device, on_host
+from tests.support.fp32_gradients import SOURCES, by_kernels, needs_grad_dtype, parameters_of, precise_loss
+from tests.support.freed_gradients import NEEDED_AGAIN, OPTIONS, on_the_device, on_the_host, seen
+from tests.support.host_sums import BF16, FP32, bytes_in_use, free_bytes, uneven
+from tests.support.link_runs import LATE
+from tests.support.micro_batches import loop, losses_of, told
 
 pytestmark = needs_grad_dtype
 
@@ -47,26 +51,18 @@ def _digests(source: Callable[[nn.Module], None], fake: Fake | None, **options: 
         ("grad_dtype", "always", {}),
         ("any", "never", {"keep_grads": True}),
         ("hooks", "always", {"image": b""}),
-        ("kernels", "never", {}),
         ("silent_kernels", "always", {"keep_grads": True}),
-        ("each", "always", {}),
-        ("each", "never", {"image": b""}),
+        ("kernels", "never", {"placement": {"gpu_fraction": 0.9}}),
+        ("each", "always", {"placement": {"gpu_fraction": 0.9}}),
     ],
 )
 def test_the_bits_of_the_host(fake: Fake, name: str, mode: str, link: dict[str, Any]) -> None:
     with on_host():
         expected = _digests(SOURCES[name], None, speculation="never")
     fake.delays(7, 200.0)
+    placement = link.pop("placement", None)
     with on_fake_device(fake, **link):
-        assert _digests(SOURCES[name], fake, speculation=mode) == expected
-
-
-@pytest.mark.parametrize("source", [declared, by_kernels])
-def test_state_on_the_device_is_stepped_with_them(fake: Fake, source: Callable[[nn.Module], None]) -> None:
-    with on_host():
-        expected = _digests(source, None, speculation="never")
-    with on_fake_device(fake):
-        assert _digests(source, fake, placement={"gpu_fraction": 0.9}) == expected
+        assert _digests(SOURCES[name], fake, speculation=mode, placement=placement) == expected
 
 
 def test_a_main_grad_is_not_freed(fake: Fake) -> None:
@@ -83,57 +79,154 @@ def test_a_main_grad_is_not_freed(fake: Fake) -> None:
         fake.synchronize()
 
 
-def _two_branches(arrived: Callable[[int, torch.Tensor], None]) -> Any:
-    """Calls ``arrived`` with every gradient, and how many came before it."""
+# ---- sums in host memory, where the device has no room; test_cuda_random.py has more programs ------------------------
+
+
+def large(dtype: torch.dtype) -> nn.Sequential:
+    """Its weights are in several buckets each."""
     torch.manual_seed(0)
-    model = nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 24)]).to(torch.bfloat16)
-    seen: list[torch.Tensor] = []
-
-    def hook(param: torch.Tensor) -> None:
-        if len(seen) == 1:  # what comes from here on comes in fp32
-            declared(nn.ParameterList([one for one in model.parameters() if one.grad is None]))
-        arrived(len(seen), param)
-        seen.append(param)
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(hook)
-    return model
+    return nn.Sequential(nn.Linear(16, 200), nn.Tanh(), nn.Linear(200, 4)).to(dtype)
 
 
-def _train_branches(model: Any, synchronize: Callable[[], None]) -> dict[str, str]:
-    with AdamW(model.parameters(), speculation="always", bucket_numel=100_000, threads=1) as optimizer:
-        for step in range(3):
+def in_windows(model: nn.Module, optimizer: AdamW) -> None:
+    for number, count in enumerate((3, 1, 4)):
+        optimizer.zero_grad()
+        told(optimizer, losses_of(model, number, count))
+        optimizer.step()
+
+
+def test_room_is_four_bytes_per_parameter(fake: Fake) -> None:
+    """Nothing is brought back to be added to. Gradients that stay add up where they are."""
+    needed = 4 * sum(param.numel() for param in model_of(BF16).parameters())
+    for program in (uneven, in_windows):
+        for nbytes, in_host_memory in ((needed, False), (needed - 1, True)):
+            with free_bytes(nbytes) as added:
+                _, messages, _ = on_the_device(fake, program, BF16, **FP32)
+            assert bool(added) is in_host_memory
+            assert not in_host_memory or not any(NEEDED_AGAIN in message for message in messages)
+    with free_bytes(0) as added:
+        on_the_device(fake, in_windows, BF16, link={"keep_grads": True}, **FP32)
+        on_the_device(fake, uneven, BF16)
+    assert not added
+
+
+def test_what_is_known_not_to_be_the_last_pass_is_not_stepped(fake: Fake) -> None:
+    """So nothing is undone; the last pass is stepped during backward, once all gradients of a bucket have it."""
+    counts: list[Any] = []
+
+    def counted(model: nn.Module, optimizer: AdamW) -> None:
+        for number in range(3):
             optimizer.zero_grad()
-            values = torch.randn(8, 24, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
-            sum(branch(values).square().mean() for branch in model).backward()
+            undone = optimizer.stats()["buckets_undone"]  # with the verdict, what waits for a worker is taken back
+            with optimizer.accumulate():
+                loop(optimizer, losses_of(model, number, 2))
+            assert optimizer.stats()["buckets_speculated"] == sum(counts)
+            batch(model, 10 * number + 3).backward()
+            counts.append(optimizer.stats()["buckets_speculated"] - sum(counts))
+            assert optimizer.stats()["buckets_undone"] == undone
             optimizer.step()
-            synchronize()
-        assert [len(bucket.pieces) for bucket in optimizer._engine.buckets] == [2, 2]
-        return optimizer.state_digests()
+
+    with free_bytes(0) as added:
+        on_the_device(fake, counted, BF16, large, **FP32)
+    assert added and all(count >= 5 for count in counts)
 
 
-def test_gradients_of_other_streams_move_to_buckets_that_are_made_anew(fake: Fake) -> None:
-    """The first one is written late, on a stream of its own, and waits in a bucket that is then laid out for others."""
-    expected = _train_branches(_two_branches(lambda *_: None), lambda: None)
-    main, side, device = fake.current, fake.make_stream(), FakeDevice(fake)
+def test_only_gradients_that_wait_for_their_bucket_take_memory(fake: Fake) -> None:
+    def layers(dtype: torch.dtype) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 32), *(nn.Linear(32, 32) for _ in range(20)), nn.Linear(32, 4)).to(dtype)
 
-    def written_late(before: int, param: torch.Tensor) -> None:
+    peak = 0
+
+    def measured(model: nn.Module, optimizer: AdamW) -> None:
+        def count(_: Tensor) -> None:
+            nonlocal peak
+            peak = max(peak, sum(bytes_in_use(param.grad) for param in model.parameters()))
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(count)  # behind ours
+        for number in range(3):
+            optimizer.zero_grad()
+            (told if number else loop)(optimizer, losses_of(model, number, 4))
+            count(torch.empty(0))
+            optimizer.step()
+
+    with free_bytes(0) as added:
+        on_the_device(fake, measured, BF16, layers, bucket_numel=2048, **FP32)
+    assert added and 0 < peak <= 2 * 4 * 2048 < 4 * sum(p.numel() for p in layers(BF16).parameters()) / 4
+
+
+def _read(param: Any) -> Any:
+    return seen(param.grad)
+
+
+def _replace(param: Any) -> None:
+    param.grad = param.grad + 1
+
+
+@pytest.mark.parametrize("hook", [_read, _replace])
+def test_hooks_before_ours_find_the_sum(fake: Fake, hook: Callable[[Any], Any]) -> None:
+    found: list[Any] = []
+
+    def hooked(dtype: torch.dtype) -> nn.Module:
+        found.clear()
+        model = model_of(dtype)
+        for param in model.parameters():  # before the optimizer has its own
+            param.register_post_accumulate_grad_hook(lambda param: found.append(hook(param)))
+        return model
+
+    expected = on_the_host(uneven, BF16, hooked, **FP32), list(found)
+    fake.delays(2, LATE)
+    with free_bytes(0):
+        assert (on_the_device(fake, uneven, BF16, hooked, **FP32)[0], found) == expected
+
+
+@pytest.mark.parametrize("then", ["another pass", "read", "zeroed"])
+def test_what_is_added_by_others_counts_as_well(fake: Fake, then: str) -> None:
+    """In C++, as autograd does it, but without a hook behind it."""
+
+    def added(model: nn.Module, optimizer: AdamW) -> list[Any]:
+        batch(model, 0).backward()
+        param = next(model.parameters())
         assert param.grad is not None
-        fake.current = side if before == 0 else main
-        if before == 0:
-            fake.sleep(100_000.0)
-        values = param.grad.clone()
-        param.grad.view(-1).view(torch.uint8).copy_(garbage_like(param.grad))
-        device.kept.append(param.grad)
-        fake.write(fake.current, param.grad, values)
+        for value in (1.0, 0.1):
+            torch.ops.aten.add_.Tensor(param.grad, torch.full_like(param, value, dtype=torch.float32))
+            if value == 1.0 and isinstance(param.grad, PackedGradient):
+                assert param.grad.in_memory is None, "it waits"
+            if then != "another pass":
+                break
+        if then == "read":
+            return [param.grad.norm()]
+        if then == "another pass":
+            batch(model, 1).backward()
+        if then == "zeroed":
+            param.grad.zero_()
+        optimizer.step()
+        return [optimizer.grad_norm]
 
-    model = _two_branches(written_late)
-    link = CudaLink(device, CudaOptions(image=IMAGE, timeout_seconds=60.0, library=fake.library))
-    with mock.patch("superoffload.optimizer.engine_setup.link_for", lambda *_, **__: link):
-        try:
-            assert _train_branches(model, lambda: fake.synchronize(main)) == expected
-        finally:
-            link.close()
-            fake.current = main
-            for stream in (main, side, *device.streams):
-                fake.synchronize(stream)
+    expected = on_the_host(added, BF16, **FP32)
+    with free_bytes(0):
+        assert on_the_device(fake, added, BF16, **FP32)[0] == expected
+
+
+def test_an_error_leaves_what_was_to_be_added_in_the_gradient(fake: Fake) -> None:
+    """``step()`` refuses, since other gradients are missing; what is there is right."""
+    model = model_of(BF16)
+    with free_bytes(0), on_fake_device(fake) as links, AdamW(model.parameters(), **{**OPTIONS, **FP32}) as optimizer:
+        before = optimizer.state_digests()
+        batch(model, 0).backward()
+        first = [grad.clone() for grad in grads_of(model)]
+        optimizer.zero_grad()
+        batch(model, 0).backward()
+        links[0].fake_device.capturing = True
+        with pytest.raises(DeviceError, match="CUDA graph"):
+            batch(model, 0).backward()
+        links[0].fake_device.capturing = False
+        with pytest.raises(StateError, match="was ended at"):
+            optimizer.step()
+        waiting = [number for number, grad in enumerate(grads_of(model)) if bytes_in_use(grad)]
+        assert len(waiting) == 1, "the one whose hook has failed"
+        grad = grads_of(model)[waiting[0]]
+        assert torch.equal(grad.clone(), first[waiting[0]] + first[waiting[0]])
+        optimizer.zero_grad()
+        assert optimizer.state_digests() == before

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -18,7 +17,7 @@ from superoffload.errors import ArgumentError, DeviceError, StateError
 from superoffload.optimizer.packed_gradient import PackedGradient, packed_in
 from tests.support.adamw_training import batch, grads_of, model_of, train
 from tests.support.fake_cuda import Fake, on_fake_device
-from tests.support.fake_cuda_training import check_against_host, quick_collections, training
+from tests.support.fake_cuda_training import quick_collections, training
 from tests.support.fp32_gradients import needs_grad_dtype
 
 pytestmark = pytest.mark.filterwarnings("ignore:superoffload. .* needed again")
@@ -48,63 +47,11 @@ def test_one_that_is_kept_for_longer_is_an_error_and_never_another_gradient(fake
         assert torch.equal(looked_at, values)
 
 
-def test_one_of_a_step_before_is_gone_once_a_part_of_the_next_is_packed(fake: Fake) -> None:
-    """A large gradient's first buckets are packed while its last one waits for others."""
-    with on_fake_device(fake):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 20), nn.Tanh(), nn.Linear(20, 80), nn.Linear(80, 4)).to(torch.bfloat16)
-        model.register_forward_pre_hook(lambda *_: fake.synchronize())
-        weight: Any = model[2].weight
-        kept: list[Any] = []
-        errors: list[str] = []
-
-        def look(_: Tensor) -> None:
-            if kept:
-                with pytest.raises(StateError, match="made way for a later one") as caught:
-                    kept[0].norm()
-                errors.append(str(caught.value))
-
-        with AdamW(model.parameters(), threads=1, bucket_numel=1024) as optimizer:
-            train(model, optimizer, range(2))
-            hook = weight.register_post_accumulate_grad_hook(look)
-            kept.append(weight.grad)
-            optimizer.zero_grad()
-            batch(model, 2).backward()
-            hook.remove()
-        assert len(errors) == 1
-
-
-def test_a_gradient_that_was_lost_on_its_way_is_an_error(fake: Fake) -> None:
-    with training(fake) as (model, optimizer):
-        optimizer.zero_grad()
-        batch(model, 2).backward()
-        fake.synchronize()
-        grad = next(model.parameters()).grad
-        assert isinstance(grad, PackedGradient)
-        lost = mock.Mock()
-        lost.wait.side_effect = RuntimeError("the copy has failed")
-        for bucket in optimizer._engine.buckets:
-            bucket.packed = lost
-        with pytest.raises(DeviceError, match="the copy has failed"):
-            grad.norm()
-        optimizer.step()
-
-
-def test_kept_gradients_may_be_edited(fake: Fake) -> None:
-    def edited(model: nn.Module, optimizer: AdamW) -> None:
-        optimizer.zero_grad()
-        batch(model, 2).backward()
-        fake.synchronize()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-
-    check_against_host(fake, edited, keep_grads=True)
-
-
-@pytest.mark.parametrize("value", [0, "no", 1.5])
-def test_keep_grads_is_checked(value: Any) -> None:
-    with pytest.raises(ArgumentError, match="keep_grads"):
-        AdamW(model_of().parameters(), keep_grads=value)
+def test_keep_grads_is_checked() -> None:
+    values: tuple[Any, ...] = (0, "no", 1.5)
+    for value in values:
+        with pytest.raises(ArgumentError, match="keep_grads"):
+            AdamW(model_of().parameters(), keep_grads=value)
 
 
 @needs_grad_dtype
@@ -153,19 +100,8 @@ def brought_back(parameter: Tensor) -> Tensor:
     return packed.bring_back()
 
 
-def _zeros_for_the_step(model: nn.Module, optimizer: AdamW) -> None:
-    optimizer.zero_grad(set_to_none=False)
-    with refused("torch.empty_strided"):
-        optimizer.step()
-
-
 def _reading(model: nn.Module, optimizer: AdamW) -> None:
     with refused("torch.empty"):
-        brought_back(next(model.parameters()))
-
-
-def _sums_of_what_was_read(model: nn.Module, optimizer: AdamW) -> None:
-    with refused("superoffload.links.cuda.bit_sums.CudaBitSums.of"):
         brought_back(next(model.parameters()))
 
 
@@ -174,16 +110,11 @@ def _a_second_backward(model: nn.Module, optimizer: AdamW) -> None:
         batch(model, 9).backward()
 
 
-@contextmanager
-def refused(name: str) -> Iterator[None]:
-    def out_of_memory(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory, as a test has asked for")
-
-    with mock.patch(name, out_of_memory):
-        yield
+def refused(name: str) -> Any:
+    return mock.patch(name, side_effect=torch.OutOfMemoryError("CUDA out of memory, as a test has asked for"))
 
 
-@pytest.mark.parametrize("use", [_zeros_for_the_step, _reading, _sums_of_what_was_read, _a_second_backward])
+@pytest.mark.parametrize("use", [_reading, _a_second_backward])
 def test_no_room_to_bring_gradients_back(fake: Fake, use: Callable[[nn.Module, AdamW], None]) -> None:
     """It is an error that says so, and training goes on behind it with the bits of a run without it."""
     with training(fake) as (model, optimizer):
@@ -194,28 +125,9 @@ def test_no_room_to_bring_gradients_back(fake: Fake, use: Callable[[nn.Module, A
             use(model, optimizer)
         shown = [packed_in(parameter.grad) for parameter in model.parameters()]
         assert not any(packed is not None and packed.in_memory is not None for packed in shown), "half brought back"
-        goes_on(fake, model, optimizer, before)
-
-
-@needs_grad_dtype
-def test_no_room_to_widen_a_gradient(fake: Fake) -> None:
-    model = model_of(torch.bfloat16)
-    for parameter in model.parameters():
-        parameter.grad_dtype = None  # whatever comes, in buckets of fp32
-    with training(fake, model=model) as (_, optimizer):
-        before = optimizer.state_digests()
+        fake.synchronize()
         optimizer.zero_grad()
-        loss = batch(model, 2)
-        with refused("torch.Tensor.to"), pytest.raises(DeviceError, match="no room on the device"):
-            loss.backward()
-        goes_on(fake, model, optimizer, before)
-
-
-def goes_on(fake: Fake, model: nn.Module, optimizer: AdamW, before: dict[str, str]) -> None:
-    fake.synchronize()
-    optimizer.zero_grad()
-    assert optimizer.state_digests() == before
-    batch(model, 3).backward()
-    optimizer.step()
-    fake.synchronize()
-    assert optimizer.state_digests() != before
+        assert optimizer.state_digests() == before
+        train(model, optimizer, [3])
+        fake.synchronize()
+        assert optimizer.state_digests() != before

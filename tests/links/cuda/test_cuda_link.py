@@ -40,17 +40,6 @@ def test_bits_of_the_host_link(fake: Fake, dtype: torch.dtype, mode: str, option
     assert fake.mismatches == 0, "a parameter was overwritten before its readers were done"
 
 
-def test_parameters_of_one_bucket_travel_together(fake: Fake) -> None:
-    """One copy of all of them, then one kernel, whose bits are those of a copy each."""
-    options: dict[str, Any] = {"bucket_numel": 100_000, "threads": 1}
-    expected, _ = run_on_host(steps, torch.bfloat16, **options)
-    fake.delays(9, LATE)
-    digests, _ = run_on_fake(fake, steps, torch.bfloat16, **options)
-    assert digests == expected
-    assert fake.calls("cuMemcpyHtoDAsync_v2") == 6 + 1, "parameters, and marks that noticing clears once"
-    assert fake.calls("cuLaunchKernel") - fake.calls("sum_bits") - fake.calls("compare_bits") == 6 * 2
-
-
 class Scales(nn.Module):
     """As many parameters as asked for, all in one bucket."""
 
@@ -64,7 +53,7 @@ class Scales(nn.Module):
         return x[:, :4]
 
 
-@pytest.mark.parametrize(("gpu_fraction", "count", "copied"), [(0, 125, 1), (0, 126, 3), (1, 17, 0), (1, 18, 1)])
+@pytest.mark.parametrize(("gpu_fraction", "count", "copied"), [(0, 125, 1), (0, 126, 3), (1, 18, 1)])
 def test_lists_travel_with_the_launch_unless_they_are_long(
     fake: Fake, gpu_fraction: int, count: int, copied: int
 ) -> None:
@@ -85,13 +74,12 @@ def test_lists_travel_with_the_launch_unless_they_are_long(
     assert fake.calls("cuMemcpyHtoDAsync_v2") == 3 * copied + noticing
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_only_what_has_a_gradient_is_delivered(fake: Fake, which: int) -> None:
+def test_only_what_has_a_gradient_is_delivered(fake: Fake) -> None:
     """Parameters of the same bucket before, between and behind others whose gradients do not come."""
 
     def some(model: nn.Module, optimizer: AdamW) -> None:
         for number, param in enumerate(model.parameters()):
-            param.requires_grad_(number % 2 == which)
+            param.requires_grad_(number % 2 == 1)
         steps(model, optimizer)
         for param in model.parameters():
             param.requires_grad_(True)
@@ -158,16 +146,12 @@ def test_delivery_on_demand(fake: Fake, mode: str) -> None:
         assert on_demand(fake.synchronize, "on_demand", mode) == expected
     assert fake.mismatches == 0
 
-
-def test_delivery_on_demand_needs_the_wait_in_forward(fake: Fake) -> None:
-    expected = on_demand(lambda: None, "eager", "never")
-    for seed in range(6):
+    def forgets_to_wait(seed: int) -> bool:
         fake.delays(seed, LATE)
-        with on_fake_device(fake) as links, mock.patch.object(LateLink, "make_visible", lambda link, bucket: None):
-            if on_demand(fake.synchronize, "on_demand", "never") != expected:
-                return
-            assert links
-    pytest.fail("forward never read an old parameter")
+        with on_fake_device(fake), mock.patch.object(LateLink, "make_visible", lambda link, bucket: None):
+            return on_demand(fake.synchronize, "on_demand", mode) != expected
+
+    assert mode == "always" or any(forgets_to_wait(seed) for seed in range(6)), "forward never read an old parameter"
 
 
 # ---- a wait that is missing is noticed ------------------------------------------------------------------------------
@@ -179,17 +163,15 @@ def _differs_without(fake: Fake, later: str, earlier: str, *, room: int = 1 << 3
     expected, _ = run_model(steps, torch.bfloat16, {**settings, "keep_grads": None}, lambda: None, deep_model)
     for seed in range(6):
         with on_fake_device(fake) as links:
-            made: list[LateLink] = links
 
-            def train(model: nn.Module, optimizer: AdamW, made: list[LateLink] = made) -> None:
-                roles = made[0].roles
-                made[0].fake_device.free = room
-                fake.drop_waits(roles[later], roles[earlier])
+            def train(model: nn.Module, optimizer: AdamW, links: list[LateLink] = links) -> None:
+                links[0].fake_device.free = room
+                fake.drop_waits(links[0].roles[later], links[0].roles[earlier])
                 steps(model, optimizer)
 
             fake.delays(seed, LATE)
             digests, _ = run_model(train, torch.bfloat16, settings, fake.synchronize, deep_model)
-            for stream in made[0].roles.values():
+            for stream in links[0].roles.values():
                 fake.synchronize(stream)
             if digests != expected or fake.mismatches:
                 return True

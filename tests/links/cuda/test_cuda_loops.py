@@ -1,12 +1,10 @@
-"""Loops of Accelerate and Trainer over a device, which say where windows of micro-batches end."""
+"""Loops of Accelerate over a device, which say where windows of micro-batches end."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,18 +18,10 @@ from tests.support.fake_cuda import Fake, on_fake_device, on_host
 from tests.support.freed_gradients import NEEDED_AGAIN, OPTIONS, taken_back
 from tests.support.link_runs import LATE
 
-
-def as_ever(self: Window) -> bool:
-    """Where nothing says where a window ends."""
-    return False
-
-
-Told = Callable[[], Any]
-TOLD: dict[bool, Told] = {True: nullcontext, False: lambda: mock.patch.object(Window, "more_to_come", as_ever)}
+accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'superoffload[transformers]'")
 
 
 def accelerated(fake: Fake | None) -> dict[str, str]:
-    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'superoffload[transformers]'")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
     plain = model_of()
@@ -55,9 +45,11 @@ def accelerated(fake: Fake | None) -> dict[str, str]:
 
 @pytest.mark.parametrize("told", [True, False])
 def test_accelerate(fake: Fake, told: bool) -> None:
+    """Or where nothing says where a window ends."""
     expected = accelerated(None)
     fake.delays(1, LATE)
-    with TOLD[told](), taken_back() as taken, warnings.catch_warnings(record=True) as caught:
+    telling = nullcontext() if told else mock.patch.object(Window, "more_to_come", lambda window: False)
+    with telling, taken_back() as taken, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert accelerated(fake) == expected
     assert bool(taken) is not told
@@ -65,7 +57,6 @@ def test_accelerate(fake: Fake, told: bool) -> None:
 
 
 def test_accelerate_that_is_reset_is_not_asked() -> None:
-    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'superoffload[transformers]'")
     window = Window()
     state = accelerate.state.GradientState()
     state.sync_gradients = False
@@ -82,7 +73,6 @@ def test_accelerate_that_is_reset_is_not_asked() -> None:
 
 def test_a_window_that_was_left_half_way_is_another_loops() -> None:
     """The first step shows it; from then on backward overlaps as ever, until Accelerate begins another window."""
-    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'superoffload[transformers]'")
     accelerate.state.GradientState._reset_state()
     state = accelerate.state.GradientState()
     model = model_of()
@@ -102,27 +92,3 @@ def test_a_window_that_was_left_half_way_is_another_loops() -> None:
             assert told == [True, False, False, False, False, False]
     finally:
         accelerate.state.GradientState._reset_state()
-
-
-def trained(folder: Path, fake: Fake | None) -> dict[str, str]:
-    from tests.support.hugging_face import end, model_of, trainer_of
-
-    options: dict[str, Any] = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 16, "max_steps": 7}
-    with on_fake_device(fake) if fake is not None else on_host():
-        trainer = trainer_of(folder, model_of(), "always", **options)
-        if fake is not None:
-            trainer.model.register_forward_pre_hook(lambda *_: fake.synchronize())
-        trainer.train()  # an epoch is five windows of three, and one of a single batch
-        if fake is not None:
-            fake.synchronize()
-        return end(trainer)
-
-
-def test_trainer(fake: Fake, tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="needs transformers: pip install 'superoffload[transformers]'")
-    expected = trained(tmp_path, None)
-    fake.delays(2, LATE)
-    with taken_back() as taken, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert trained(tmp_path, fake) == expected
-    assert not taken and not any(NEEDED_AGAIN in str(one.message) for one in caught)

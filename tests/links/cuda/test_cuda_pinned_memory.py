@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+import gc
+import traceback
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.errors import DeviceError
+from superoffload.links.cuda import link as cuda_link
 from superoffload.links.cuda import pinned
-from tests.support.adamw_training import train
-from tests.support.fake_cuda import Fake, on_fake_device, on_host
-from tests.support.fake_cuda_training import host_digests, training
+from superoffload.links.cuda.pinned import free_bytes, node_of, place
+from tests.support.adamw_training import batch, train
+from tests.support.fake_cuda import Fake, garbage_like, on_fake_device, on_host
+from tests.support.fake_cuda_training import blocks_of, host_digests, quick_collections, training
+from tests.support.fp32_gradients import add_to_main_grad
+from tests.support.freed_gradients import branches
+from tests.support.link_runs import deep_model
+
+OUT_OF_MEMORY = 2
+BEHIND = 1_700_000.0  # microseconds: less than as many waits of a link as there are buckets
+
+
+@pytest.fixture(autouse=True)
+def _quick() -> Iterator[None]:
+    with quick_collections():
+        yield
 
 
 def test_pinned_memory_refused(fake: Fake) -> None:
-    """It goes on with ordinary memory, and says so once per piece of memory."""
+    """It goes on with ordinary memory, and says so once per piece of memory. Nor does a copy cross registrations, which
+    the fake refuses."""
+    with training(fake, link={"chunk": 8192}) as (model, optimizer):
+        assert fake.calls("cuMemHostRegister_v2") > 3
+        train(model, optimizer, range(2, 5))
+        fake.synchronize()
+        assert optimizer.state_digests() == host_digests(range(5))
     fake.registrable(4096)
     with (
         pytest.warns(RuntimeWarning, match=r"refused to pin .*memlock"),
@@ -47,15 +73,6 @@ def test_pinned_memory_is_reserved_once_and_given_back(fake: Fake) -> None:
         assert (fake.registered_bytes(), optimizer.stats()["pinned_bytes"]) == (before, 0)
 
 
-def test_no_copy_crosses_a_registration(fake: Fake) -> None:
-    """The fake refuses copies that do."""
-    with training(fake, link={"chunk": 8192}) as (model, optimizer):
-        assert fake.calls("cuMemHostRegister_v2") > 3
-        train(model, optimizer, range(2, 5))
-        fake.synchronize()
-        assert optimizer.state_digests() == host_digests(range(5))
-
-
 # ---- memory that is refused -----------------------------------------------------------------------------------------
 
 
@@ -63,24 +80,17 @@ def test_no_copy_crosses_a_registration(fake: Fake) -> None:
 def test_memory_that_is_refused_when_buckets_are_laid_out_anew(fake: Fake, refusals: int) -> None:
     """After the first step buckets follow the observed order. The step is done; no gradient is lost afterwards."""
 
-    def shuffled() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.ModuleList([nn.Linear(24, 24) for _ in range(3)])
+    def backward(model: nn.Module, seed: int) -> None:
+        model(torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
 
-    def backward(model: Any, seed: int) -> None:
-        values = torch.randn(4, 24, generator=torch.Generator().manual_seed(seed))
-        for index in (1, 0, 2):  # not in the order of registration
-            values = model[index](values)
-        values.square().mean().backward()
-
-    model = shuffled()
+    model = branches(torch.float32)
     with on_host(), AdamW(model.parameters(), threads=1, bucket_numel=1024) as host:
         for seed in range(3):
             host.zero_grad()
             backward(model, seed)
             host.step()
         expected = host.state_digests()
-    model = shuffled()
+    model = branches(torch.float32)
     with on_fake_device(fake) as links, AdamW(model.parameters(), threads=1, bucket_numel=1024) as optimizer:
         backward(model, 0)
         optimizer.step()
@@ -135,34 +145,191 @@ def test_a_group_whose_memory_is_refused_is_stepped_once_there_is_some(fake: Fak
     assert digests[0] == digests[1]
 
 
-def test_host_memory_that_is_refused_is_a_device_error(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise MemoryError
-
-    with training(fake) as (_, optimizer):
-        link = optimizer._engine.link
-        monkeypatch.setattr("superoffload.links.cuda.link.PinnedArena", refuse)
-        with pytest.raises(DeviceError, match="the host is out of memory; close other programs"):
-            link.prepare(optimizer._engine.buckets, anew=False)
-
-
 class Memory(bytearray):
     """Stands for pinned memory, with one registration for all of it."""
 
     chunk = 1 << 36
 
 
-@pytest.mark.parametrize("nbytes", [1 << 20, (1 << 20) - 256, 3 << 20, 1000])
+@pytest.mark.parametrize("nbytes", [1 << 20, (1 << 20) - 256, 1000])
 def test_an_arena_of_what_its_arrays_take_has_room_for_all_of_them(nbytes: int) -> None:
     """Also where it is used again for other buckets that fill it; large arrays start at different lines."""
-    sizes = [nbytes] * 7
-    total = sum(map(pinned.taken, sizes))
     with mock.patch("superoffload._native.PinnedMemory", lambda bytes, **_: Memory(bytes)):
-        arena = pinned.PinnedArena(mock.Mock(pci_bus_id="0000:00:00.0"), total)
+        arena = pinned.PinnedArena(mock.Mock(pci_bus_id="0000:00:00.0"), 7 * pinned.taken(nbytes))
     for _ in range(2):
-        arrays = [arena.take(size, torch.uint8) for size in sizes]
+        arrays = [arena.take(nbytes, torch.uint8) for _ in range(7)]
         starts = [array.data_ptr() - arrays[0].data_ptr() for array in arrays]
         assert all(begin + nbytes <= end for begin, end in pairwise(starts))
         if nbytes >= 1 << 20:
             assert len({start % 4096 for start in starts}) == 7
         arena.reset()
+
+
+# ---- on which node, and that no piece crosses a registration --------------------------------------------------------
+
+
+def machine(root: Path, cpulists: list[str], device_node: int | None) -> tuple[Path, Path]:
+    """Folders as the system shows them: NUMA nodes, and one device at 0000:17:00.0."""
+    nodes, pci = root / "nodes", root / "pci"
+    for i, cpus in enumerate(cpulists):
+        (nodes / f"node{i}").mkdir(parents=True)
+        (nodes / f"node{i}" / "cpulist").write_text(cpus + "\n")
+        (nodes / f"node{i}" / "meminfo").write_text(f"Node {i} MemTotal: 2048 kB\nNode {i} MemFree: 1024 kB\n")
+    (pci / "0000:17:00.0").mkdir(parents=True)
+    if device_node is not None:
+        (pci / "0000:17:00.0" / "numa_node").write_text(f"{device_node}\n")
+    return pci, nodes
+
+
+@pytest.mark.parametrize(
+    ("cpulists", "device_node", "expected"),
+    [
+        (["0-7", "8-15"], 1, 1),  # next to the second socket
+        (["0-7", "8-15"], -1, -1),  # the system does not know
+        (["0-7"], None, -1),  # one node: no choice
+        (["0-71", ""], 1, 0),  # a Superchip: node 1 is the device's own memory
+        (["0-71", ""], -1, 0),
+    ],
+)
+def test_the_node_of_a_device(tmp_path: Path, cpulists: list[str], device_node: int | None, expected: int) -> None:
+    pci, nodes = machine(tmp_path, cpulists, device_node)
+    assert node_of("0000:17:00.0".upper(), pci, nodes) == expected
+    assert free_bytes(0, nodes) == 1 << 20
+    assert free_bytes(9, nodes) == 0
+
+
+def test_no_allocation_crosses_a_chunk() -> None:
+    assert place(0, 100, 1024) == 0
+    assert place(100, 100, 1024) == 256
+    assert place(256, 768, 1024) == 256, "up to its end"
+    assert place(900, 100, 1024) == 1024, "from 896 on it would end behind 1024"
+    assert place(1024, 1024, 1024) == 1024
+
+
+# ---- memory that a device may still use ------------------------------------------------------------------------------
+
+
+@contextmanager
+def early(fake: Fake, **link: Any) -> Iterator[tuple[nn.Module, AdamW, Any]]:
+    """Two steps are done; the next one has blocks."""
+    with training(fake, model=deep_model(torch.bfloat16), link=link) as (model, optimizer):
+        optimizer.zero_grad()
+        yield model, optimizer, optimizer._engine.link
+
+
+def packed_into_blocks(model: nn.Module, link: Any, seed: int) -> list[Any]:
+    """After a backward whose gradients are spoiled, all copies up are asked for; the blocks' memory."""
+    handle = next(model.parameters()).register_hook(lambda gradient: gradient * torch.nan)
+    batch(model, seed).backward()
+    handle.remove()
+    for bucket in link._blocks._held:
+        bucket.running.wait()
+    return [weakref.ref(block.memory) for block in link._blocks._held.values()]
+
+
+def test_a_device_that_is_stuck_is_waited_for_once_per_step(fake: Fake) -> None:
+    """And for as long as any other, once it is well again; blocks that it has not given back go then."""
+    with early(fake, timeout_seconds=0.2) as (model, optimizer, link):
+        before = optimizer.state_digests()
+        asked = fake.calls("cuMemcpyHtoDAsync_v2")
+        fake.sleep(BEHIND, link.roles["up"])
+        kept = packed_into_blocks(model, link, 2)
+        assert len(kept) > 8
+        assert fake.calls("cuMemcpyHtoDAsync_v2") > asked
+        optimizer.step()
+        assert optimizer.stats()["skipped_steps"] == 1
+        assert any(memory() is not None for memory in kept), "the device may write there; waited for once per bucket?"
+        fake.synchronize(link.roles["up"])
+        assert optimizer.state_digests() == before and fake.mismatches == 0
+        optimizer.zero_grad()
+        loss = batch(model, 2)
+        fake.sleep(100_000, link.roles["pack"])  # as backward of a larger model keeps it
+        loss.backward()
+        optimizer.step()
+        fake.synchronize()
+        assert blocks_of(optimizer) == 0 and fake.mismatches == 0
+        gc.collect()
+        assert not any(memory() is not None for memory in kept)
+        optimizer.zero_grad()
+        fake.sleep(100_000, link.roles["up"])  # late, and in time
+        packed_into_blocks(model, link, 3)
+        optimizer.step()
+        assert optimizer.stats()["skipped_steps"] == 2 and blocks_of(optimizer) == 0
+
+
+def test_sums_of_bits_that_a_failed_packing_writes(fake: Fake) -> None:
+    """The kernel runs although the call behind its launch was refused; the sums' memory is freed with the error."""
+    model = deep_model(torch.bfloat16)
+    for param in model.parameters():
+        param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]  # as Megatron adds it
+        param.register_post_accumulate_grad_hook(add_to_main_grad)
+    with training(fake, model=model) as (_, optimizer):
+        link: Any = optimizer._engine.link
+        optimizer.zero_grad()
+        made: list[tuple[weakref.ref[Tensor], int]] = []
+        real = link._kernel_sums.room
+
+        def room(counts: Any) -> Any:
+            found = real(counts)
+            made.append((weakref.ref(found[0].memory), found[0].address))
+            fake.sleep(50_000, link.roles["pack"])
+            fake.fail("cuEventRecord", OUT_OF_MEMORY, 1)  # behind the launch: the first is in front of it
+            return found
+
+        link._kernel_sums.room = room
+        with pytest.raises(DeviceError, match="CUDA_ERROR_OUT_OF_MEMORY") as caught:
+            batch(model, 2).backward()
+        error: BaseException | None = caught.value
+        while error is not None:  # whose frames hold it
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__
+        gc.collect()
+        ((memory, address),) = made
+        assert memory() is None
+        for stream in link.roles.values():
+            fake.synchronize(stream)
+        (owned,) = (tensor for tensor in link.fake_device.kept if tensor.data_ptr() == address)
+        assert torch.equal(owned, garbage_like(owned)), "what its next owner has written"
+
+
+def test_blocks_that_are_in_use_when_the_link_is_closed(fake: Fake, leaked: list[object]) -> None:
+    with early(fake) as (model, _, link):
+        kept, pipeline = packed_into_blocks(model, link, 2), link._pipeline
+        link._pipeline = mock.Mock(wraps=pipeline)
+        link._pipeline.close = lambda **named: pipeline.close(**named) and False  # still busy after its five seconds
+        link.close()
+        gc.collect()
+        assert kept and all(memory() is not None for memory in kept)
+        assert any(isinstance(one, Tensor) and one is kept[0]() for one in leaked)
+        assert all(any(one is held for one in leaked) for held in (link._residency, link._kernel_sums))
+
+
+def test_sums_that_are_taken_when_the_link_is_closed(
+    fake: Fake, leaked: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tables stay, and so do the kernels."""
+    monkeypatch.setattr(cuda_link, "_STEPS_SECONDS", 0.01)
+    with training(fake) as (_, optimizer):
+        fake.synchronize()
+        optimizer.close()
+        assert fake.calls("cuModuleUnload") == 1 and leaked == [], "nothing uses it"
+    with training(fake) as (_, optimizer):
+        link: Any = optimizer._engine.link
+        sums = link._kernel_sums
+        fake.sleep(1_000_000)
+        ones = torch.ones(5000)
+        taken = sums.of([ones])
+        unloaded = fake.calls("cuModuleUnload")
+        link.close()
+        assert fake.calls("cuModuleUnload") == unloaded
+        assert any(one is sums for one in leaked)
+        fake.synchronize()
+        del taken, ones
+
+
+@pytest.fixture
+def leaked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What links leave for ever, in this test."""
+    found: list[object] = []
+    monkeypatch.setattr(cuda_link, "_LEAKED", found)
+    return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -11,14 +12,13 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.engine.bucket import Bucket, Shard
-from superoffload.engine.native_work import shared_journals
+from superoffload.engine.bucket import Shard
 from superoffload.engine.placement import move_state
 from superoffload.errors import DeviceError, KernelsUnavailable, StateError, TornStep
-from tests.support.adamw_training import batch, model_of
+from tests.support.adamw_training import batch, model_of, train
 from tests.support.fake_cuda import Fake, on_fake_device
-from tests.support.fake_cuda_training import moves_behind_the_stream, out_of_memory
-from tests.support.link_runs import LATE, deep_model, run_on_host
+from tests.support.fake_cuda_training import moves_behind_the_stream, out_of_memory, training
+from tests.support.link_runs import LATE, deep_model, run_on_host, steps
 
 HALF = {"gpu_fraction": 0.5}
 
@@ -27,57 +27,6 @@ HALF = {"gpu_fraction": 0.5}
 def _moves(fake: Fake) -> Iterator[None]:
     with moves_behind_the_stream(fake):
         yield
-
-
-def steps(model: nn.Module, optimizer: AdamW, seeds: range = range(6)) -> None:
-    for seed in seeds:
-        optimizer.zero_grad()
-        batch(model, seed, scale=0.01 if seed == 2 else 1.0).backward()
-        if seed == 4:
-            optimizer.zero_grad()
-            batch(model, 40, scale=float("inf")).backward()
-        optimizer.step()
-
-
-def run_on_fake(
-    fake: Fake, dtype: torch.dtype, placement: Any, *, link: dict[str, Any] | None = None, **options: Any
-) -> tuple[dict[str, str], dict[str, float | int]]:
-    with on_fake_device(fake, **(link or {})):
-        model = model_of(dtype)
-        model.register_forward_pre_hook(lambda *_: fake.synchronize())
-        options = {"speculation": "always", "threads": 2, "bucket_numel": 1024, "placement": placement, **options}
-        with AdamW(model.parameters(), **options) as optimizer:
-            steps(model, optimizer)
-            fake.synchronize()
-            return optimizer.state_digests(), optimizer.stats()
-
-
-@pytest.mark.parametrize("options", [{}, {"keep_grads": True}], ids=str)
-def test_bits_of_the_host_link(fake: Fake, options: dict[str, Any]) -> None:
-    expected, on_host = run_on_host(steps, torch.bfloat16, max_grad_norm=0.5)
-    for seed, placement in enumerate((HALF, {"gpu_fraction": 1.0})):
-        fake.delays(seed, LATE)
-        digests, stats = run_on_fake(fake, torch.bfloat16, placement, max_grad_norm=0.5, **options)
-        assert digests == expected, placement
-        assert stats["params_on_device"] > 0
-        assert stats["bytes_down"] < on_host["bytes_down"]
-        assert stats["bytes_up"] < on_host["bytes_up"]
-    assert fake.mismatches == 0
-
-
-def test_state_on_the_device_reserves_no_memory_for_journals(fake: Fake) -> None:
-    reserved: list[int] = []
-
-    def watched(buckets: Sequence[Bucket], sizes: Sequence[int]) -> Any:
-        reserved.extend(size for bucket, size in zip(buckets, sizes, strict=True) if bucket.resident)
-        assert all(size > 0 for bucket, size in zip(buckets, sizes, strict=True) if not bucket.resident)
-        return shared_journals(buckets, sizes)
-
-    with mock.patch("superoffload.engine.layout.shared_journals", watched):
-        _, half = run_on_fake(fake, torch.bfloat16, HALF)
-        assert reserved and not any(reserved)
-        _, whole = run_on_fake(fake, torch.bfloat16, {"gpu_fraction": 1.0})
-    assert whole["journal_reserved_bytes"] == 0 and whole["host_bytes"] < half["host_bytes"] // 2
 
 
 @pytest.mark.parametrize(("later", "earlier"), [("pack", "current"), ("current", "pack")])
@@ -106,69 +55,55 @@ def test_a_missing_wait_changes_the_result(fake: Fake, later: str, earlier: str)
     assert any(run(seed) != expected for seed in range(6))
 
 
-def _failing(fake: Fake, launches: int) -> tuple[AdamW, nn.Module]:
-    """After two steps and a backward; the device refuses launches from now on, after so many."""
-    model = deep_model(torch.float32)
-    model.register_forward_pre_hook(lambda *_: fake.synchronize())
-    optimizer = AdamW(model.parameters(), placement={"gpu_fraction": 1.0}, threads=1, bucket_numel=1024)
-    _three_steps(model, optimizer, fake, launches)
-    return optimizer, model
-
-
-def _three_steps(model: nn.Module, optimizer: AdamW, fake: Fake | None = None, launches: int = 0) -> None:
-    for seed in range(3):
+@contextmanager
+def ready(fake: Fake) -> Iterator[tuple[nn.Module, AdamW]]:
+    """After two steps and a backward."""
+    options: dict[str, Any] = {"placement": {"gpu_fraction": 1.0}, "threads": 1}
+    with training(fake, model=deep_model(torch.float32), **options) as (model, optimizer):
         optimizer.zero_grad()
-        batch(model, seed).backward()
-        if seed < 2 or fake is None:
-            optimizer.step()
-    if fake is not None:
+        batch(model, 2).backward()
         fake.synchronize()
-        fake.fail("cuLaunchKernel", 2, 1 + launches)  # the first one compares bits
+        yield model, optimizer
 
 
 def test_a_refused_launch_abandons_the_step(fake: Fake) -> None:
-    with on_fake_device(fake):
-        optimizer, model = _failing(fake, 0)
-        with optimizer:
-            with pytest.raises(DeviceError, match="its step on the device could not be launched"):
-                optimizer.step()
-            fake.reset()
-            assert optimizer.stats()["steps"] == 2
-            optimizer.zero_grad()
-            batch(model, 2).backward()
+    with ready(fake) as (model, optimizer):
+        stats = optimizer.stats()
+        assert stats["params_on_device"] and stats["journal_reserved_bytes"] == stats["bytes_down"] == 0
+        fake.fail("cuLaunchKernel", 2, 1)  # the first one compares bits
+        with pytest.raises(DeviceError, match="its step on the device could not be launched"):
             optimizer.step()
-            fake.synchronize()
-            found = optimizer.state_digests()
+        fake.reset()
+        assert optimizer.stats()["steps"] == 2
+        train(model, optimizer, [2])
+        fake.synchronize()
+        found = optimizer.state_digests()
     model = deep_model(torch.float32)
     with AdamW(model.parameters(), threads=1) as expected:
-        _three_steps(model, expected)
+        train(model, expected, range(3))
         assert found == expected.state_digests()
 
 
-def test_a_device_that_fails_in_the_middle_leaves_the_optimizer_unusable(fake: Fake) -> None:
-    with on_fake_device(fake):
-        optimizer, _ = _failing(fake, 3)
-        with pytest.raises(TornStep, match="make a new optimizer and load the last checkpoint"):
+@pytest.mark.parametrize(
+    ("call", "number", "error"),
+    [
+        ("cuLaunchKernel", 4, "make a new optimizer and load the last checkpoint"),
+        ("cuEventRecord", 1, r"was launched, but the device failed behind it.*load the last checkpoint"),
+    ],
+)
+def test_a_device_that_fails_in_the_middle_leaves_the_optimizer_unusable(
+    fake: Fake, call: str, number: int, error: str
+) -> None:
+    """A kernel that was launched runs, so the step is not abandoned; nor is its memory given back."""
+    with ready(fake) as (_, optimizer):
+        fake.fail(call, 2, number)  # the first one is of the comparison of bits
+        with pytest.raises(TornStep, match=error):
             optimizer.step()
         fake.reset()
         with pytest.raises(StateError, match="cannot be trusted"):
             optimizer.step()
-        optimizer.close()
-
-
-def test_a_device_that_fails_behind_a_launch_is_not_a_step_that_never_was(fake: Fake) -> None:
-    """The kernel runs, so the step is not abandoned; and its memory is not given back, since nothing tells when."""
-    with on_fake_device(fake) as links:
-        optimizer, _ = _failing(fake, 1 << 30)
-        fake.reset()
-        fake.fail("cuEventRecord", 2, 1)  # the first one is behind the comparison of bits
-        with pytest.raises(TornStep, match=r"was launched, but the device failed behind it.*load the last checkpoint"):
-            optimizer.step()
-        fake.reset()
-        with pytest.raises(StateError, match="cannot be trusted"):
-            optimizer.step()
-        assert links[0].residency is not None and not links[0].residency.drain(0.0)
-        optimizer.close()
+        link: Any = optimizer._engine.link
+        assert call == "cuLaunchKernel" or not link.residency.drain(0.0)
 
 
 def test_state_that_finds_no_room_stays_where_it_was(fake: Fake) -> None:

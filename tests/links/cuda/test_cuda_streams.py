@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +17,11 @@ from superoffload import AdamW
 from superoffload.distributed import data_parallel as ddp
 from superoffload.distributed import fully_shard
 from superoffload.distributed.data_parallel import ReducedGradients
+from superoffload.engine.bucket import Bucket
 from superoffload.errors import StateError
 from superoffload.host.signals import Alone
+from superoffload.links.base import PackTicket
 from superoffload.links.cuda.link import CudaLink, CudaOptions
-from superoffload.optimizer import module_hooks
 from superoffload.optimizer.tracked_param import TrackedParam
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, LateLink, garbage_like, on_fake_device
@@ -30,14 +30,14 @@ from tests.support.link_runs import STEPS, deep_model, train, two_branches
 LATE = 20_000.0  # microseconds
 
 
-def test_gradients_of_several_streams_are_all_waited_for(fake: Fake) -> None:
-    """As those of a model whose branches ran on streams of their own: the one that ends last packs for all."""
+@pytest.mark.parametrize("reused", [False, True])
+def test_gradients_of_several_streams_are_all_waited_for(fake: Fake, reused: bool) -> None:
+    """As those of a model whose branches ran on streams of their own: the one that ends last packs for all. ``reused``:
+    CUDA graphs write what was packed again at once, on the stream that did not pack."""
     expected = train(two_branches(), lambda: None)
-    main = fake.current
-    side = fake.make_stream()
-    model = two_branches()
-    device = FakeDevice(fake)
-
+    main, side = fake.current, fake.make_stream()
+    model, device = two_branches(), FakeDevice(fake)
+    device.reusing = reused
     arrived = 0
 
     def written_late(param: Tensor) -> None:
@@ -53,19 +53,24 @@ def test_gradients_of_several_streams_are_all_waited_for(fake: Fake) -> None:
         device.kept.append(param.grad)
         fake.write(fake.current, param.grad, values)
 
+    class Link(CudaLink):
+        def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
+            if reused:
+                fake.sleep(15_000.0, device.streams[0])
+            ticket = super().pack(bucket, grads)
+            for grad in grads:
+                if grad is not None and reused:
+                    device.overwrite(grad, side)
+            return ticket
+
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(written_late)
-    made: list[CudaLink] = []
-
-    def link_for(params: Sequence[Tensor], **given: Any) -> CudaLink:
-        made.append(CudaLink(device, CudaOptions(image=IMAGE, timeout_seconds=60.0, library=fake.library)))
-        return made[-1]
-
-    with mock.patch("superoffload.optimizer.engine_setup.link_for", link_for):
+    link = Link(device, CudaOptions(image=IMAGE, timeout_seconds=60.0, library=fake.library))
+    with mock.patch("superoffload.optimizer.engine_setup.link_for", lambda *_, **__: link):
         try:
             assert train(model, lambda: fake.synchronize(main)) == expected
         finally:
-            made[0].close()
+            link.close()
             fake.current = main
             for stream in (main, side, *device.streams):
                 fake.synchronize(stream)
@@ -97,67 +102,37 @@ def test_bits_that_a_delivery_has_changed_are_nobodys_write(fake: Fake, monkeypa
 class Reduction:
     """A future as NCCL's: done once it is enqueued; only wait() orders what is read after it."""
 
-    def __init__(self, gradient: Tensor) -> None:
-        self.gradient = gradient
-        self.waited = False
+    def __init__(self) -> None:
+        self.gradient = torch.full((5,), torch.nan)
 
     def done(self) -> bool:
         return True
 
     def wait(self) -> Tensor:
-        self.waited = True
+        self.gradient = torch.arange(5.0)
         return self.gradient
 
     def value(self) -> Tensor:
-        return self.gradient if self.waited else torch.full_like(self.gradient, torch.nan)
+        return self.gradient
 
 
-def test_a_reduction_is_waited_for_before_it_is_read() -> None:
-    delivered: list[Tensor] = []
-    group: Any = None
-    told = (lambda param, gradient: delivered.append(gradient)), (lambda param: None), (lambda: None)
-    reduced = ReducedGradients(group, *told, threading.Lock())
-    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]
-    future: Any = Reduction(torch.arange(5.0))
-    reduced.begins(ddp.Reduction(future, params))
-    reduced.drain()
-    assert [one.tolist() for one in delivered] == [[0.0, 1.0, 2.0], [3.0, 4.0]]
-
-
-def test_handlers_of_signals_wait_until_all_that_was_reduced_is_handed_over() -> None:
-    done: list[str] = []
+def test_a_reduction_is_waited_for_and_handed_over_before_handlers_of_signals_run() -> None:
+    done: list[Any] = []
 
     def deliver(param: Tensor, gradient: Tensor) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
-        done.append("delivered")
+        done.append(gradient.tolist())
 
     group: Any = None
     reduced = ReducedGradients(group, deliver, lambda param: None, lambda: None, Alone())
-    future: Any = Reduction(torch.arange(4.0))
-    reduced.begins(ddp.Reduction(future, [nn.Parameter(torch.zeros(2)) for _ in range(2)]))
+    future: Any = Reduction()
+    reduced.begins(ddp.Reduction(future, [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]))
     before = signal.signal(signal.SIGUSR1, lambda *_: done.append("handled"))
     try:
         reduced.drain()
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert done == ["delivered", "delivered", "handled"]
-
-
-def test_a_gradient_on_its_way_to_host_memory_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[str] = []
-
-    def get_device_module(kind: str) -> Any:
-        stream = SimpleNamespace(synchronize=lambda: waited.append(kind))
-        return SimpleNamespace(current_stream=lambda: stream)
-
-    monkeypatch.setattr(torch, "get_device_module", get_device_module)
-    param: Any = nn.Parameter(torch.zeros(2))
-    for mesh in (None, "cpu", "cuda"):
-        assert not waited
-        if mesh is not None:
-            param.device_mesh = SimpleNamespace(device_type=mesh)
-        fully_shard.await_offload(param)
-    assert waited == ["cuda"]
+    assert done == [[0.0, 1.0, 2.0], [3.0, 4.0], "handled"]
 
 
 # ---- parameters that are read on a stream of other code -----------------------------------------------------------
@@ -194,41 +169,21 @@ def test_streams_that_read_parameters_wait_for_them(fake: Fake) -> None:
     pytest.fail("no all-gather ever read an old parameter")
 
 
-class Sharded(nn.Linear):
-    """What of a module of fully_shard says on which stream it gathers."""
-
-    def __init__(self, context: Any) -> None:
-        super().__init__(2, 2)
-        self.context = context
-
-    def _get_fsdp_state(self) -> Any:
-        return SimpleNamespace(_comm_ctx=self.context)
-
-    def unshard(self) -> None:
-        """By hand."""
-
-
-def test_where_fsdp2_gathers() -> None:
-    def gathering(context: Any) -> list[int]:
-        return fully_shard.gathering_streams(Sharded(context))
-
-    assert gathering(SimpleNamespace(all_gather_copy_in_stream=SimpleNamespace(cuda_stream=7))) == [7]
-    assert gathering(SimpleNamespace(all_gather_copy_in_stream=object())) == []  # on processors
-    assert gathering(SimpleNamespace()) == []  # before the first forward
+def test_where_fsdp2_gathers_and_what_it_copies_to_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathers = SimpleNamespace(all_gather_copy_in_stream=SimpleNamespace(cuda_stream=7))
+    processors = SimpleNamespace(all_gather_copy_in_stream=object())
+    for context, streams in ((gathers, [7]), (processors, []), (SimpleNamespace(), [])):  # before the first forward
+        module: Any = nn.Linear(2, 2)
+        module._get_fsdp_state = lambda context=context: SimpleNamespace(_comm_ctx=context)
+        assert fully_shard.gathering_streams(module) == streams
     assert fully_shard.gathering_streams(nn.Linear(2, 2)) == []  # another version of torch, on processors
     with pytest.raises(StateError, match="use delivery='eager'"):
         fully_shard.gathering_streams(nn.Linear(2, 2, device="meta"))
-
-
-def test_hooks_name_the_stream_of_the_gather() -> None:
-    asked: list[Any] = []
-    module = Sharded(SimpleNamespace(all_gather_copy_in_stream=SimpleNamespace(cuda_stream=7)))
-    with (
-        mock.patch.object(module_hooks, "is_sharded_module", lambda module: isinstance(module, Sharded)),
-        mock.patch.object(module_hooks, "gathered_with", lambda module: None),
-    ):
-        hooks = module_hooks.ModuleHooks(module, lambda params, streams=(): asked.append((params, streams)))
-        module(torch.zeros(2))
-        hooks.remove()
-    module(torch.zeros(2))
-    assert asked == [(None, [7])]
+    stream = mock.Mock()
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: mock.Mock(current_stream=lambda: stream))
+    param: Any = nn.Parameter(torch.zeros(2))
+    for mesh, waits in ((None, 0), ("cpu", 0), ("cuda", 1)):
+        if mesh is not None:
+            param.device_mesh = SimpleNamespace(device_type=mesh)
+        fully_shard.await_offload(param)
+        assert stream.synchronize.call_count == waits
