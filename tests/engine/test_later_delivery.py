@@ -103,7 +103,8 @@ def test_a_shard_lands_alone() -> None:
             flat.step(2 + number, later=True)
 
 
-def test_a_worker_that_fails_after_the_verdict_is_reported_when_it_lands() -> None:
+@pytest.mark.parametrize("lands", ["land", "quiesce"])
+def test_a_worker_that_fails_after_the_verdict_is_reported_when_it_lands(lands: str) -> None:
     flat = Flat("never", in_place=True)
     expected = digests("never", in_place=True, later=False, clip=None)
     for number in range(4):
@@ -112,7 +113,7 @@ def test_a_worker_that_fails_after_the_verdict_is_reported_when_it_lands() -> No
     flat.engine.pool.inject_fault(1, "planted")
     flat.step(4, later=True)
     with pytest.raises(WorkerError, match="planted"):
-        flat.engine.tail.land()
+        (flat.engine.tail.land if lands == "land" else getattr(flat.engine, lands))()
     assert flat.engine.digests() == expected, "the step was completed all the same"
     flat.engine.close()
 
