@@ -199,14 +199,14 @@ def test_without_nvrtc_it_says_what_was_tried(places: Places, tmp_path: Path) ->
 
 def test_a_link_for_a_torch_device(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything between parameters on a device and the link, but the device itself."""
-    asked: list[str] = []
+    compiled = mock.Mock(return_value=IMAGE)
     monkeypatch.setenv(LIBRARY_VARIABLE, fake.library)
     monkeypatch.setattr("superoffload.links.cuda.start.TorchDevice", lambda device: FakeDevice(fake))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(compiling, "compile_kernels", lambda arch: (asked.append(arch), IMAGE)[1])
+    monkeypatch.setattr(compiling, "compile_kernels", compiled)
     for keep_grads in (True, None):
         link = cuda_link(torch.device("cuda", 0), keep_grads=keep_grads)
-        assert asked[-1] == "sm_90" and link.pinned and link.frees_gradients is (keep_grads is None)
+        assert compiled.call_args.args == ("sm_90",) and link.pinned and link.frees_gradients is (keep_grads is None)
         link.close()
     monkeypatch.setattr(compiling, "compile_kernels", mock.Mock(side_effect=KernelsUnavailable("install something")))
     with pytest.warns(RuntimeWarning, match=r"install something.*with the same result"):
