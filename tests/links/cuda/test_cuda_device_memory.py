@@ -143,3 +143,10 @@ def test_torch_is_asked_whether_it_captures(device: TorchDevice, monkeypatch: py
     for capturing in (torch.device("cuda", 0), torch.device("cuda", 1)):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda one=capturing: one == current[-1])
         assert device.is_capturing() is (capturing == device.torch_device)
+
+
+def test_streams_have_the_priority_that_is_asked_for(device: TorchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = mock.Mock(return_value=SimpleNamespace(cuda_stream=5))
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    assert device.make_stream() == device.make_stream(ahead=True) == 5
+    assert stream.mock_calls == [mock.call(device.torch_device, priority=priority) for priority in (0, -1)]

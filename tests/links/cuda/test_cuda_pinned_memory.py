@@ -145,6 +145,15 @@ def test_a_group_whose_memory_is_refused_is_stepped_once_there_is_some(fake: Fak
     assert digests[0] == digests[1]
 
 
+def test_host_memory_that_is_refused_is_a_device_error(fake: Fake) -> None:
+    with (
+        training(fake) as (_, optimizer),
+        mock.patch.object(cuda_link, "PinnedArena", side_effect=MemoryError),
+        pytest.raises(DeviceError, match="the host is out of memory; close other programs"),
+    ):
+        optimizer._engine.link.prepare(optimizer._engine.buckets, anew=False)
+
+
 class Memory(bytearray):
     """Stands for pinned memory, with one registration for all of it."""
 
