@@ -5,28 +5,24 @@ from __future__ import annotations
 import gc
 import re
 import weakref
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.accumulation import table
 from superoffload import AdamW
 from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import ArgumentError, StateError
-from superoffload.optimizer import grad_dtypes
 from superoffload.optimizer.fp32_accumulation import check_fp32_sums
 from tests.support.adamw_training import batch, check_counters, model_of
 from tests.support.checkout import ROOT
 from tests.support.compatibility import compat
 from tests.support.fp32_gradients import (
     as_it_is,
-    by_hooks,
     declared,
     needs_grad_dtype,
     of_any_dtype,
@@ -35,17 +31,7 @@ from tests.support.fp32_gradients import (
     trained,
     with_main_grad,
 )
-from tests.support.micro_batches import (
-    ROW,
-    WINDOWS,
-    Window,
-    accelerated,
-    loop,
-    losses_of,
-    summed,
-    told,
-    train_windows,
-)
+from tests.support.micro_batches import ROW, Window, accelerated, loop, losses_of, summed, told, train_windows
 from tests.support.over_stand_in import SOMETIMES_SLOWER
 
 
@@ -107,28 +93,6 @@ def test_windows_of_accelerate() -> None:
 
 
 @needs_grad_dtype
-def test_parameters_that_come_later() -> None:
-    """A frozen one has its first window in fp32, too, and so has a group that is added."""
-
-    def run(window: Window, source: Callable[[nn.Module], None], **options: Any) -> dict[str, str]:
-        model: Any = model_of(torch.bfloat16)
-        source(model)
-        model[0].weight.requires_grad_(False)
-        with AdamW(list(model[:3].parameters()), lr=1e-2, threads=2, **options) as optimizer:
-            optimizer.add_param_group({"params": list(model[3].parameters())})
-            for number, count in enumerate(WINDOWS):
-                optimizer.zero_grad()
-                model[0].weight.requires_grad_(number > 1)
-                window(optimizer, losses_of(model, number, count))
-                optimizer.step()
-            return optimizer.state_digests()
-
-    expected = run(summed, declared, speculation="never")
-    for mode, window in (("always", loop), ("never", told), ("adaptive", told)):
-        assert run(window, as_it_is, speculation=mode, accumulate_dtype="fp32") == expected
-
-
-@needs_grad_dtype
 def test_how_far_off_sums_in_bf16_are_as_the_docs_say() -> None:
     """Within a factor of two: processors add up the products of a matrix in different orders."""
 
@@ -142,9 +106,6 @@ def test_how_far_off_sums_in_bf16_are_as_the_docs_say() -> None:
         for error, shown in zip(errors, written[count], strict=True):
             assert shown / 2 <= error <= 2 * shown, (count, error, shown)
         assert errors[0] > 1e5 * errors[1]
-
-
-# ---- p.grad_dtype is set, and set back -------------------------------------------------------------------------------
 
 
 def _dtypes(params: Any) -> list[Any]:
@@ -171,60 +132,6 @@ def test_what_is_set_is_set_back() -> None:
         assert torch.equal(param.grad, grad if index == 2 else grad.bfloat16())
 
 
-@needs_grad_dtype
-def test_a_second_optimizer_of_the_same_parameters() -> None:
-    """As where a cell of a notebook is run again: the first one is closed behind the second one's construction."""
-    model = model_of(torch.bfloat16)
-    params = parameters_of(model)
-    first = AdamW(params, threads=1, accumulate_dtype="fp32")
-    batch(model, 0).backward()
-    with AdamW(params, threads=1, accumulate_dtype="fp32") as second:
-        sums = [param.grad.clone() for param in params]
-        first.close()
-        assert _dtypes(params) == [torch.float32] * 6
-        assert all(torch.equal(param.grad, grad) for param, grad in zip(params, sums, strict=True))
-        batch(model, 1).backward()
-        second.step()
-    assert _dtypes(params) == [torch.bfloat16] * 6
-
-
-@needs_grad_dtype
-def test_a_model_that_is_converted_has_gradients_of_its_own_dtype() -> None:
-    model = model_of(torch.bfloat16)
-    with AdamW(model.parameters(), threads=1, accumulate_dtype="fp32"):
-        model.float()
-    assert _dtypes(model.parameters()) == [torch.float32] * 6
-
-
-@needs_grad_dtype
-def test_memory_that_is_refused_while_a_gradient_changes_its_dtype() -> None:
-    """Before, nothing has changed; behind, one gradient is gone, which shows, and everything else is set back."""
-    convert = grad_dtypes._in_dtype
-    left = [2]  # calls until one is refused
-
-    def refused(*args: Any) -> Tensor:
-        left[0] -= 1
-        if left[0] == 0:
-            raise torch.OutOfMemoryError("refused")
-        return convert(*args)
-
-    model = model_of(torch.bfloat16)
-    params = parameters_of(model)
-    batch(model, 0).backward()
-    values = [param.grad.clone() for param in params]
-    with mock.patch.object(grad_dtypes, "_in_dtype", refused), pytest.raises(torch.OutOfMemoryError):
-        AdamW(params, threads=1, accumulate_dtype="fp32")
-    assert _dtypes(params) == [torch.bfloat16] * 6
-    assert all(torch.equal(param.grad, value) for param, value in zip(params, values, strict=True))
-    optimizer = AdamW(params, threads=1, accumulate_dtype="fp32")
-    left[0] = 2
-    with mock.patch.object(grad_dtypes, "_in_dtype", refused):
-        optimizer.close()
-    assert _dtypes(params) == [torch.bfloat16] * 6
-    kept = [(param.grad, value) for param, value in zip(params, values, strict=True) if param.grad is not None]
-    assert len(kept) == 5 and all(torch.equal(grad, value) for grad, value in kept)
-
-
 def test_a_model_and_its_optimizer_may_end_together_as_garbage() -> None:
     """Weak references to the parameters are gone when the optimizer closes itself; pytest fails what __del__ raises."""
     model: Any = nn.Linear(3, 3).bfloat16()
@@ -237,23 +144,15 @@ def test_a_model_and_its_optimizer_may_end_together_as_garbage() -> None:
 
 
 @needs_grad_dtype
-def test_main_grad_in_fp32_is_left_as_it_is() -> None:
-    def train(model: nn.Module, optimizer: Any) -> None:
-        for number in range(3):
-            optimizer.zero_grad()
-            loop(optimizer, losses_of(model, number, 3))
-            optimizer.step()
-
-    expected = trained(by_hooks, train, torch.bfloat16).state_digests()
-    assert trained(by_hooks, train, torch.bfloat16, accumulate_dtype="fp32").state_digests() == expected
-    model = model_of(torch.bfloat16)
+def test_main_grad_in_fp32_and_converted_models_keep_their_dtypes() -> None:
+    model, converted = model_of(torch.bfloat16), model_of(torch.bfloat16)
     for param in model.parameters():
         with_main_grad(param)
     with AdamW(model.parameters(), threads=1, accumulate_dtype="fp32"):
         assert _dtypes(model.parameters()) == [torch.bfloat16] * 6
-
-
-# ---- what is refused ------------------------------------------------------------------------------------------------
+    with AdamW(converted.parameters(), threads=1, accumulate_dtype="fp32"):
+        converted.float()
+    assert _dtypes(converted.parameters()) == [torch.float32] * 6
 
 
 @needs_grad_dtype
@@ -273,15 +172,13 @@ def test_a_dtype_that_is_changed_meanwhile_is_an_error_and_not_a_rounded_sum() -
         assert optimizer.stats()["steps"] == 4
 
 
-@pytest.mark.parametrize("value", ["bf16", torch.float64, True])
-def test_what_it_cannot_be(value: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"accumulate_dtype=.*expected 'fp32', or None"):
-        AdamW(model_of(torch.bfloat16).parameters(), accumulate_dtype=value)
-
-
 @needs_grad_dtype
 def test_what_is_refused_changes_nothing() -> None:
     model, more = model_of(torch.bfloat16), model_of(torch.bfloat16)
+    wrong: list[Any] = ["bf16", torch.float64, True]
+    for value in wrong:
+        with pytest.raises(ArgumentError, match=r"accumulate_dtype=.*expected 'fp32', or None"):
+            AdamW(model.parameters(), accumulate_dtype=value)
     with pytest.raises(ArgumentError, match="trace"):
         AdamW(model.parameters(), accumulate_dtype="fp32", trace="/nowhere/at/all.json")
     assert _dtypes(model.parameters()) == [torch.bfloat16] * 6

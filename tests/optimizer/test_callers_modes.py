@@ -3,7 +3,6 @@ mode, function and dispatch modes."""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import partial
@@ -13,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._device import _device_constructors
 
-import superoffload
 from superoffload import AdamW, CPUAdamW, checkpoints
 from tests.support.callers_modes import MODES, Mode
 
@@ -93,17 +90,3 @@ def test_a_mode_around_any_call_changes_nothing(kind: str, mode: str, tmp_path: 
     for half in (called[::2], called[1::2]):  # what one call has made in the mode, others use outside of it
         found = Training(make, options, MODES[mode], half).run(tmp_path / half[0])
         assert [one.tolist() for one in found] == [one.tolist() for one in expected], half
-
-
-def test_every_tensor_that_we_make_names_its_device() -> None:
-    """Else ``torch.set_default_device()`` would choose it, and native code would read its address."""
-    makers = {function.__name__ for function in _device_constructors()}
-    package = Path(superoffload.__file__).parent
-    unnamed = []
-    for file in sorted(set(package.rglob("*.py")) - set((package / "tools").rglob("*.py"))):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in makers:
-                of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
-                if of_torch and not any(keyword.arg == "device" for keyword in node.keywords):
-                    unnamed.append(f"{file.relative_to(package)}:{node.lineno}")
-    assert unnamed == []

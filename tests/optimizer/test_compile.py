@@ -45,9 +45,9 @@ def targets(step: int) -> torch.Tensor:
 @needs_compiler
 @compat("torch.compile of the model: as eager, and speculative = synchronous to the bit", "single", "stand_in")
 def test_one_process() -> None:
-    compiled = {mode: train(mode, compiled=True) for mode in ("always", "never", "adaptive")}
+    compiled = {mode: train(mode, compiled=True) for mode in ("always", "never")}
     model, losses, digests = compiled["always"]
-    assert digests == compiled["never"][2] == compiled["adaptive"][2]
+    assert digests == compiled["never"][2]
     assert losses == compiled["never"][1]
     eager_model, eager_losses, _ = train("always", compiled=False)
     assert losses == pytest.approx(eager_losses, rel=1e-4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from torch import Tensor
 import superoffload
 from superoffload import _native
 from superoffload.errors import ArgumentError, StateError, WorkerError
+from tests.support.adamw_training import assert_worker_threads, worker_threads, worker_threads_when
 
 
 def parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.nn.Parameter]:
@@ -73,23 +75,6 @@ def test_equals_superoffload_adamw_bit_for_bit(dtype: torch.dtype, state_dtype: 
         assert bits([plain.state[a].get("master", a)]) == bits([full.state[b]["master"]])
 
 
-def test_masters_survive_a_round_trip_and_written_parameters_win() -> None:
-    mine, copy = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    first = superoffload.CPUAdamW(mine, lr=1e-4)
-    for step in range(4):
-        set_gradients(mine, step)
-        first.step()
-    with torch.no_grad():
-        for a, b in zip(mine, copy, strict=True):
-            b.copy_(a)
-        copy[4][:10] = 7.0
-    second = superoffload.CPUAdamW(copy, lr=1e-4)
-    second.load_state_dict(first.state_dict())
-    master, kept = second.state[copy[4]]["master"], first.state[mine[4]]["master"]
-    assert bits([master[10:]]) == bits([kept[10:]])
-    assert bool((master[:10] == 7.0).all())
-
-
 def test_autograd_sees_the_write_and_the_closure_is_called() -> None:
     param = torch.nn.Parameter(torch.ones(4))
     optimizer = superoffload.CPUAdamW([param], lr=0.1)
@@ -103,13 +88,10 @@ def test_autograd_sees_the_write_and_the_closure_is_called() -> None:
         graph.backward()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "copied"),
-    [(torch.float32, copy.deepcopy), (torch.bfloat16, lambda optimizer: pickle.loads(pickle.dumps(optimizer)))],
-)
-def test_a_copy_goes_on_where_it_was_taken(dtype: torch.dtype, copied: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_goes_on_where_it_was_taken(copied: Callable[[Any], Any]) -> None:
     """As torch's optimizers do; with moments whose rounding depends on the seed, and L2."""
-    mine = parameters(dtype)
+    mine = parameters(torch.bfloat16)
     first = superoffload.CPUAdamW(mine, l2=True, state_dtype="bf16", seed=7, threads=1)
     set_gradients(mine, 0)
     first.step()
@@ -187,25 +169,20 @@ def test_a_worker_that_fails_says_so_once_every_group_is_stepped() -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "found"),
-    [
-        ("exp_avg", torch.zeros(4, dtype=torch.bfloat16), r"exp_avg is torch\.bfloat16 \(4,\), expected .*float32"),
-        ("exp_avg_sq", torch.zeros(3), r"exp_avg_sq is torch\.float32 \(3,\), expected .* \(4,\)"),
-        ("master", None, "master is NoneType"),
-    ],
-)
-def test_foreign_state_that_does_not_fit_changes_nothing(name: str, value: Tensor | None, found: str) -> None:
+def test_foreign_state_that_does_not_fit_changes_nothing() -> None:
     """As torch's own loading makes it, which rounds to the parameter's dtype: no kernel may read it."""
+    wrong: dict[str, Any] = {"exp_avg": torch.zeros(4).bfloat16(), "exp_avg_sq": torch.zeros(3), "master": None}
     param = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = superoffload.CPUAdamW([param], threads=1)
     param.grad = torch.ones(4, dtype=torch.bfloat16)
     optimizer.step()
     before = bits([param])
-    optimizer.state[param][name] = value
-    with pytest.raises(ArgumentError, match=found):
-        optimizer.step()
-    assert bits([param]) == before and optimizer.state[param]["step"] == 1
+    for name, value in wrong.items():
+        kept, optimizer.state[param][name] = optimizer.state[param][name], value
+        with pytest.raises(ArgumentError, match=rf"{name} is (torch.*expected|NoneType)"):
+            optimizer.step()
+        optimizer.state[param][name] = kept
+        assert bits([param]) == before and optimizer.state[param]["step"] == 1
     optimizer.close()
 
 
@@ -252,3 +229,56 @@ def test_a_load_goes_into_the_state_there_is() -> None:
         assert torch.equal(held[name], theirs.state[other.weight][name])
     ours.close()
     theirs.close()
+
+
+def optimizer_of(numel: int, threads: int, seed: int = 0) -> superoffload.CPUAdamW:
+    generator = torch.Generator().manual_seed(seed)
+    param = torch.nn.Parameter(torch.randn(numel, generator=generator))
+    param.grad = torch.randn(numel, generator=generator)
+    return superoffload.CPUAdamW([param], threads=threads)
+
+
+def result_of(optimizer: superoffload.CPUAdamW) -> torch.Tensor:
+    return torch.Tensor(optimizer.param_groups[0]["params"][0].detach())
+
+
+def test_fifty_have_the_threads_of_one() -> None:
+    before = set(worker_threads())
+    many = [optimizer_of(70_000, threads=3) for _ in range(50)]
+    mine = worker_threads_when(len(before) + 2) - before
+    for optimizer in many:
+        optimizer.step()
+    other = optimizer_of(100, threads=2)
+    worker_threads_when(len(before) + 3)
+    other.close()
+    for optimizer in many[:-1]:
+        optimizer.close()
+    assert_worker_threads(before | mine)
+    many[-1].step()  # one that was closed has not ended the others' threads
+    many[-1].close()
+    assert_worker_threads(before)
+
+
+def test_two_threads_of_python_step_two_at_the_same_time() -> None:
+    alone = [optimizer_of(300_000, threads=2, seed=seed) for seed in range(2)]
+    together = [optimizer_of(300_000, threads=2, seed=seed) for seed in range(2)]
+    start = threading.Barrier(2)
+
+    def steps(optimizer: superoffload.CPUAdamW) -> None:
+        start.wait(30)
+        for _ in range(20):
+            optimizer.step()
+
+    for optimizer in alone:
+        for _ in range(20):
+            optimizer.step()
+    running = [threading.Thread(target=steps, args=(optimizer,)) for optimizer in together]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(60)
+        assert not thread.is_alive()
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(result_of(one), result_of(other))
+    for optimizer in (*alone, *together):
+        optimizer.close()

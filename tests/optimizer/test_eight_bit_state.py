@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from superoffload import AdamW, CPUAdamW, checkpoints
 from superoffload.engine.noise import noise_stream
 from superoffload.engine.speculation_schedule import Schedule
 from superoffload.errors import ArgumentError
-from tests.support.adamw_training import Mixed, Reordered, TorchAdamW, check_counters, model_of, train
+from tests.support.adamw_training import Mixed, Reordered, check_counters, train
 from tests.support.carried_state import Carry, as_dict, in_a_folder, through_a_file
 from tests.support.host_link import over_host_link
 from tests.support.reference import adam, eight_bit
@@ -92,12 +90,11 @@ class Reference:
 @pytest.mark.parametrize(
     ("way", "bucket_numel", "master"),
     [
-        ("never", 1024, "fp32"),
+        ("never", 1024, "split"),
         ("always", 1024, "split"),
         ("always", 1 << 20, "fp32"),
         ("adaptive", 1024, "fp32"),
-        ("two phases", 1 << 20, "split"),
-        ("two phases", 1024, "fp32"),
+        ("two phases", 1024, "split"),
     ],
 )
 def test_every_schedule_gives_the_bits_of_the_reference(way: str, bucket_numel: int, master: str) -> None:
@@ -131,39 +128,6 @@ def test_every_schedule_gives_the_bits_of_the_reference(way: str, bucket_numel: 
         check_counters(optimizer)
 
 
-def test_seed_matters_and_threads_do_not() -> None:
-    digests = []
-    for seed, threads in ((0, 1), (0, 2), (1, 2)):
-        model = odd_model()
-        with AdamW(model.parameters(), threads=threads, seed=seed, **EIGHT) as optimizer:
-            for step in range(4):
-                give(model, gradients(model, step))
-                optimizer.step()
-                optimizer.zero_grad()
-            digests.append(optimizer.state_digests())
-    assert digests[0] == digests[1] != digests[2]
-
-
-def test_state_is_shown_as_bf16_copies(tmp_path: Path) -> None:
-    model = model_of(torch.bfloat16)
-    with AdamW(model.parameters(), threads=1, **EIGHT) as optimizer:
-        train(model, optimizer, range(3))
-        before = optimizer.state_digests()
-        for param, state in optimizer.state.items():
-            assert set(state) == {"step", "exp_avg", "exp_avg_sq", "master"}
-            for name in ("exp_avg", "exp_avg_sq"):
-                assert state[name].dtype is torch.bfloat16 and state[name].shape == param.shape
-                with pytest.raises(RuntimeError, match="make a clone"):
-                    state[name].fill_(9.0)  # of a copy it would be lost
-                state[name] = state[name]  # as Lightning does
-            assert "tensor(3.)" in repr(state) and "tensor([])" not in repr(state)
-            for other in (copy.copy(state), copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
-                assert isinstance(other, dict) and same_bits(other["exp_avg"], state["exp_avg"])
-            torch.save(state, tmp_path / "state.pt")
-            assert same_bits(torch.load(tmp_path / "state.pt")["exp_avg"], state["exp_avg"])
-        assert optimizer.state_digests() == before
-
-
 def test_bytes_are_accounted_for() -> None:
     params = [nn.Parameter(torch.zeros(1 << 20, dtype=torch.bfloat16))]
     moments = 2 * (1 + 1 / 256)
@@ -185,13 +149,7 @@ def beside_a_step(model: nn.Module, optimizer: AdamW, other: nn.Module, loads: A
 
 @pytest.mark.parametrize(
     ("carry", "make", "master"),
-    [
-        (as_dict, odd_model, "split"),
-        (through_a_file, Mixed, "fp32"),
-        (in_a_folder, Reordered, "split"),
-        (beside_a_step, odd_model, "fp32"),
-        (beside_a_step, Reordered, "split"),
-    ],
+    [(through_a_file, Mixed, "fp32"), (in_a_folder, Reordered, "split"), (beside_a_step, odd_model, "fp32")],
 )
 def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(
     carry: Carry, make: Callable[[], nn.Module], master: str, tmp_path: Path
@@ -220,8 +178,9 @@ def expected_moment(given: Tensor, before: str, after: str, form: eight_bit.Form
     return torch.from_numpy(eight_bit.read(eight_bit.written(given.numpy(), form), len(given), form))
 
 
-@pytest.mark.parametrize("after", DTYPES)
-@pytest.mark.parametrize("before", DTYPES)
+@pytest.mark.parametrize(
+    ("before", "after"), [("8bit", "8bit"), ("fp32", "8bit"), ("8bit", "fp32"), ("bf16", "8bit"), ("fp32", "bf16")]
+)
 def test_each_setting_loads_each_other(before: str, after: str, tmp_path: Path) -> None:
     """Masters keep every bit. Moments do where they are as wide or wider, and are rounded to nearest elsewhere."""
     model, other = odd_model(), odd_model()
@@ -241,18 +200,6 @@ def test_each_setting_loads_each_other(before: str, after: str, tmp_path: Path) 
                     found = ours[name].float().reshape(-1)
                     assert torch.equal(found, expected_moment(given, before, after, form))
             train(other, loaded, range(3, 5))
-
-
-def test_torch_loads_it_and_it_loads_torchs() -> None:
-    model, other = model_of(), model_of()
-    with AdamW(model.parameters(), threads=1, **EIGHT) as optimizer:
-        train(model, optimizer, range(3))
-        theirs = TorchAdamW(other.parameters())
-        theirs.load_state_dict(optimizer.state_dict())
-        for param, mine in zip(other.parameters(), state_of(optimizer), strict=True):
-            assert torch.equal(theirs.state[param]["exp_avg"], mine["exp_avg"].float())
-        optimizer.load_state_dict(theirs.state_dict())
-        assert float(next(iter(optimizer.state.values()))["step"]) == 3.0
 
 
 def test_what_is_refused() -> None:

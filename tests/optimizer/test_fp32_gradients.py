@@ -1,11 +1,11 @@
-"""fp32 gradients of bf16 and fp16 parameters are taken as they are, whichever way they come."""
+"""fp32 gradients of bf16 and fp16 parameters, in p.grad or p.main_grad, are taken as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +13,9 @@ from torch import nn
 
 from superoffload import AdamW, CPUAdamW
 from superoffload.engine.speculation_schedule import MODES
-from superoffload.errors import ArgumentError, HostMemoryError
-from tests.support.adamw_training import assert_close_to_torch, batch, check_counters, model_of
+from superoffload.errors import ArgumentError, StateError
+from superoffload.optimizer.gradient_source import dtype_to_come
+from tests.support.adamw_training import assert_close_to_torch, check_counters, model_of
 from tests.support.fp32_gradients import (
     SOURCES,
     Source,
@@ -25,6 +26,7 @@ from tests.support.fp32_gradients import (
     gradient_of,
     needs_grad_dtype,
     of_any_dtype,
+    parameters_of,
     precise_loss,
     steps,
     trained,
@@ -51,15 +53,6 @@ def _accumulated(model: nn.Module, optimizer: Any) -> None:
         optimizer.step()
 
 
-def _accumulated_by_name(model: nn.Module, optimizer: Any) -> None:
-    for seed in range(4):
-        optimizer.zero_grad()
-        with optimizer.accumulate():
-            precise_loss(model, 2 * seed).backward()
-        precise_loss(model, 2 * seed + 1).backward()
-        optimizer.step()
-
-
 def _edited(model: nn.Module, optimizer: Any) -> None:
     for seed in range(4):
         optimizer.zero_grad()
@@ -79,15 +72,7 @@ def _poisoned(model: nn.Module, optimizer: Any) -> None:
         optimizer.step()
 
 
-def _given_up(model: nn.Module, optimizer: Any) -> None:
-    steps(model, optimizer, range(2))
-    for seed in (8, 9):
-        precise_loss(model, seed).backward()
-        optimizer.zero_grad()
-    steps(model, optimizer, range(2, 4))
-
-
-CODES = (_plain, _clipped, _accumulated, _accumulated_by_name, _edited, _poisoned, _given_up)
+CODES = (_plain, _clipped, _accumulated, _edited, _poisoned)
 
 
 @pytest.mark.parametrize("number", range(len(CODES)), ids=lambda number: CODES[number].__name__)
@@ -104,14 +89,12 @@ def test_every_way_gives_the_same_bits(number: int) -> None:
     assert rounded["master"] != expected["master"], "these gradients are none that the parameters' dtype could hold"
 
 
-@pytest.mark.parametrize(("source", "mode", "norm"), [(declared, "never", None), (by_kernels, "always", 0.05)])
-def test_as_torch_on_fp32_copies_with_the_same_gradients(source: Source, mode: str, norm: float | None) -> None:
-    model = model_of(torch.bfloat16)
-    source(model)
+def test_as_torch_on_fp32_copies_with_the_same_gradients() -> None:
+    model, norm = model_of(torch.bfloat16), 0.05
+    by_kernels(model)
     copies = [param.detach().float().requires_grad_() for param in model.parameters()]
     theirs = torch.optim.AdamW(copies, lr=1e-3)
-    optimizer = AdamW(model.parameters(), lr=1e-3, max_grad_norm=norm, speculation=mode, threads=2, bucket_numel=256)
-    with optimizer:
+    with AdamW(model.parameters(), lr=1e-3, max_grad_norm=norm, threads=2, bucket_numel=256) as optimizer:
         for seed in range(30):
             optimizer.zero_grad()
             precise_loss(model, seed).backward()
@@ -121,39 +104,12 @@ def test_as_torch_on_fp32_copies_with_the_same_gradients(source: Source, mode: s
             optimizer.step()
             squares = sum(float(copy.grad.double().square().sum()) for copy in copies if copy.grad is not None)
             assert optimizer.grad_norm == pytest.approx(squares**0.5, rel=1e-9)
-            if norm is not None:
-                torch.nn.utils.clip_grad_norm_(copies, norm)
+            torch.nn.utils.clip_grad_norm_(copies, norm)
             theirs.step()
         for copy, param in zip(copies, model.parameters(), strict=True):
             master = optimizer.state[param]["master"]
             assert_close_to_torch(master, copy.detach(), 30 * 1e-3)
             assert torch.equal(param.detach(), master.to(torch.bfloat16))
-
-
-def test_a_bucket_has_gradients_of_one_dtype_and_bytes_are_counted() -> None:
-    model = model_of(torch.bfloat16)
-    weights = [param for param in model.parameters() if param.dim() == 2]
-    declared(nn.ParameterList(weights))
-    wide, all_of_them = sum(p.numel() for p in weights), sum(p.numel() for p in model.parameters())
-    with AdamW(model.parameters(), threads=2) as optimizer:
-        steps(model, optimizer, range(3))
-        dtypes = [{piece.shard.gradient_dtype for piece in bucket.pieces} for bucket in optimizer._engine.buckets]
-        assert sorted(map(str, dtypes)) == ["{torch.bfloat16}", "{torch.float32}"]
-        assert optimizer.stats()["bytes_down"] == 3 * (2 * all_of_them + 2 * wide)
-
-
-def test_a_gradient_that_is_wider_than_was_said() -> None:
-    """The first of them is taken for the first of its group. Gradients that have arrived move to the new buckets."""
-
-    def narrow_at_first(model: nn.Module) -> None:
-        _after_arrivals(2, model, lambda: _first_three_declared(model))
-
-    for mode in MODES:
-        found = trained(narrow_at_first, _plain, torch.bfloat16, speculation=mode, bucket_numel=1 << 20)
-        sizes = [6] if mode == "never" else [3, 3]  # in step() none has arrived before the first
-        assert [len(bucket.pieces) for bucket in found._engine.buckets] == sizes
-        known = trained(_first_three_declared, _plain, torch.bfloat16, speculation=mode, bucket_numel=1 << 20)
-        assert found.state_digests() == known.state_digests()
 
 
 def _after_arrivals(count: int, model: nn.Module, change: Callable[[], None]) -> None:
@@ -163,121 +119,59 @@ def _after_arrivals(count: int, model: nn.Module, change: Callable[[], None]) ->
         param.register_post_accumulate_grad_hook(lambda _: left.pop()() if left else None)
 
 
-def _first_three_declared(model: nn.Module) -> None:
-    declared(nn.ParameterList(list(model.parameters())[:3]))
-
-
-def test_a_gradient_that_is_narrower_than_was_said_is_widened() -> None:
-    """Which is exact, where a parameter takes any dtype and where that changes between steps."""
-
-    def code(model: nn.Module, optimizer: Any) -> None:
-        steps(model, optimizer, range(2))
-        optimizer.zero_grad()
-        for param in model.parameters():
-            param.grad_dtype = torch.bfloat16
-        steps(model, optimizer, range(2, 4))
-
-    def by_hand(model: nn.Module, optimizer: Any) -> None:
-        steps(model, optimizer, range(2))
-        for seed in (2, 3):
-            optimizer.zero_grad()
-            precise_loss(model, seed).backward()
-            for param in model.parameters():
-                assert param.grad is not None
-                param.grad = param.grad.to(torch.bfloat16).float()
-            optimizer.step()
-
-    expected = trained(declared, by_hand, torch.bfloat16).state_digests()
-    for source in (declared, of_any_dtype):
-        for mode in MODES:
-            assert trained(source, code, torch.bfloat16, speculation=mode).state_digests() == expected
-
-
-def test_too_late_in_a_step() -> None:
-    """Others are packed: an error that says what to do, and the step can be given up."""
+@pytest.mark.parametrize("when", ["in a step", "after steps"])
+def test_a_wider_gradient_that_comes_too_late(when: str) -> None:
+    """Others are packed, or buckets have their sizes: an error that says what to do; the step can be given up."""
     model = model_of(torch.bfloat16)
     first = next(model.parameters())
-    _after_arrivals(5, model, lambda: declared(nn.ParameterList([first])))
     with AdamW(model.parameters(), threads=2, bucket_numel=64) as optimizer:
+        if when == "in a step":
+            _after_arrivals(5, model, lambda: declared(nn.ParameterList([first])))
+            words = r"params'\]\[0\]: its gradient is torch.float32.*bfloat16 was expected.*packed; set p.grad_dtype"
+        else:
+            steps(model, optimizer, range(2))
+            optimizer.zero_grad()
+            declared(model)
+            words = r"float32, and torch.bfloat16 was expected, as in the steps before"
         before = optimizer.state_digests()
-        message = (
-            r"params'\]\[0\]: its gradient is torch.float32.*torch.bfloat16 was expected.*packed; set p.grad_dtype"
-        )
-        with pytest.raises(ArgumentError, match=message):
+        with pytest.raises(ArgumentError, match=words):
             precise_loss(model, 0).backward()
         optimizer.zero_grad()
         assert optimizer.state_digests() == before
-        steps(model, optimizer, range(2))
-        assert optimizer.stats()["steps"] == 2
+        if when == "in a step":
+            steps(model, optimizer, range(2))
+            assert optimizer.stats()["steps"] == 2
 
 
-def test_a_wider_gradient_than_in_the_steps_before_is_an_error() -> None:
-    model = model_of(torch.bfloat16)
-    with AdamW(model.parameters(), threads=2) as optimizer:
-        steps(model, optimizer, range(2))
-        before = optimizer.state_digests()
-        optimizer.zero_grad()
-        declared(model)
-        with pytest.raises(ArgumentError, match=r"float32, and torch.bfloat16 was expected, as in the steps before"):
-            batch(model, 3).backward()
-        optimizer.zero_grad()
-        assert optimizer.state_digests() == before
-
-
-def test_dtypes_that_no_kernel_reads_are_refused() -> None:
-    refused = [
-        (torch.bfloat16, torch.float64, "torch.bfloat16, or float32"),
-        (torch.bfloat16, torch.float16, "torch.bfloat16, or float32"),
-        (torch.float32, torch.bfloat16, "torch.float32"),
-    ]
-    for own, declared_as, expected in refused:
+def test_dtypes_that_no_kernel_reads_are_refused_and_narrower_ones_widened() -> None:
+    for own, declared_as in ((torch.bfloat16, torch.float64), (torch.float32, torch.bfloat16)):
         model = model_of(own)
         next(model.parameters()).grad_dtype = declared_as
-        with pytest.raises(ArgumentError, match=rf"grad_dtype is {declared_as}, expected .* {expected}"):
+        with pytest.raises(ArgumentError, match=rf"grad_dtype is {declared_as}, expected .*float32"):
             AdamW(model.parameters())
 
-
-def test_memory_that_is_refused_with_gradients_in_hand() -> None:
-    """Those that had arrived are brought again by the step that their user makes of them."""
-
-    def gradients(model: nn.Module) -> list[torch.Tensor]:
-        precise_loss(model, 0).backward()
-        found = [param.grad for param in model.parameters() if param.grad is not None]
-        model.zero_grad()
-        return found
-
-    wide = model_of(torch.bfloat16)
-    _first_three_declared(wide)
-    values = gradients(wide)
-    digests = []
-    for refuses in (False, True):
-        model = model_of(torch.bfloat16)
-        _after_arrivals(2, model, partial(_first_three_declared, model))
-        with AdamW(model.parameters(), lr=1e-2, threads=2, bucket_numel=1 << 20) as optimizer:
-            refused = mock.patch.object(optimizer._engine.link, "attach", side_effect=HostMemoryError("refused"))
-            if refuses:
-                with refused, pytest.raises(HostMemoryError, match="refused"):
-                    precise_loss(model, 0).backward()
-            _first_three_declared(model)
-            for param, value in list(zip(model.parameters(), values, strict=True))[: 4 if refuses else None]:
-                param.grad = value.clone()
+    def run(model: nn.Module, optimizer: Any, widen: bool) -> None:
+        steps(model, optimizer, range(2))
+        for seed in (2, 3):
+            optimizer.zero_grad()
+            for param in parameters_of(model):
+                param.grad_dtype = torch.float32 if widen else torch.bfloat16
+            precise_loss(model, seed).backward()
+            for param in parameters_of(model) if widen else ():
+                param.grad = param.grad.to(torch.bfloat16).float()
             optimizer.step()
-            assert [shard.steps for shard in optimizer._engine.shards] == [1] * 6
-            digests.append(optimizer.state_digests())
-    assert digests[0] == digests[1]
+
+    expected = trained(declared, partial(run, widen=True), torch.bfloat16).state_digests()
+    for source, mode in ((declared, "always"), (of_any_dtype, "never"), (of_any_dtype, "adaptive")):
+        found = trained(source, partial(run, widen=False), torch.bfloat16, speculation=mode)
+        assert found.state_digests() == expected
 
 
-FP32_SUMS = {"accumulate_dtype": "fp32"}
+FP32_SUMS: dict[str, Any] = {"accumulate_dtype": "fp32"}
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "options"),
-    [
-        (as_it_is, declared, ({}, {})),
-        (by_kernels, declared, ({}, {})),
-        (as_it_is, as_it_is, (FP32_SUMS, {})),
-        (as_it_is, as_it_is, ({}, FP32_SUMS)),
-    ],
+    ("before", "after", "options"), [(by_kernels, as_it_is, ({}, FP32_SUMS)), (as_it_is, declared, (FP32_SUMS, {}))]
 )
 def test_checkpoints_do_not_depend_on_it(
     before: Source, after: Source, options: tuple[dict[str, Any], dict[str, Any]]
@@ -293,3 +187,91 @@ def test_the_kernel_alone_takes_them_too() -> None:
     steps(model, CPUAdamW(model.parameters(), lr=1e-2))
     for param, state in zip(model.parameters(), expected.state.values(), strict=True):
         assert torch.equal(param, state["master"].bfloat16())
+
+
+def test_zero_grad_zeroes_main_grad_in_place_and_then_a_step_has_gradients_of_zero() -> None:
+    """As in Megatron: what has a main_grad always has a gradient. torch does the same with p.grad of zeros."""
+    model, twin = model_of(torch.bfloat16), model_of(torch.bfloat16)
+    by_kernels(model)
+    by_kernels(twin)
+    with AdamW(model.parameters(), lr=0.1, threads=2) as ours, AdamW(twin.parameters(), lr=0.1, threads=2) as other:
+        steps(model, ours, range(2))
+        steps(twin, other, range(2))
+        grads = [gradient_of(param) for param in model.parameters()]
+        before = [grad.data_ptr() for grad in grads]
+        assert all(grad.any() for grad in grads) and all(p.grad_added_to_main_grad for p in parameters_of(model))
+        ours.zero_grad()
+        assert not any(grad.any() for grad in grads)
+        assert not any(param.grad_added_to_main_grad for param in parameters_of(model))
+        assert [gradient_of(param).data_ptr() for param in model.parameters()] == before, "kernels know its memory"
+        ours.step()
+        for param in parameters_of(twin):
+            del param.main_grad
+            param.grad = torch.zeros_like(param)
+        other.step()
+        assert ours.stats()["steps"] == 3 and ours.state_digests() == other.state_digests()
+
+
+def test_what_is_added_behind_backward_counts() -> None:
+    """Kernels that are put off until backward has ended tell neither autograd nor versions of it."""
+
+    def late(model: nn.Module, optimizer: Any) -> None:
+        for seed in range(3):
+            optimizer.zero_grad()
+            precise_loss(model, seed).backward()
+            for param in list(model.parameters())[seed:]:
+                gradient_of(param).data.mul_(0.5)
+            optimizer.step()
+
+    def at_once(model: nn.Module, optimizer: Any) -> None:
+        optimizer.accumulate().__enter__()  # nothing is packed during backward
+        late(model, optimizer)
+
+    found = trained(by_kernels, late, torch.bfloat16, speculation="always")
+    assert found.state_digests() == trained(by_kernels, at_once, torch.bfloat16).state_digests()
+    assert found.stats()["buckets_speculated"] > 0
+
+
+def test_two_gradients_of_one_parameter_are_an_error_unless_one_is_a_stand_in() -> None:
+    """zero_out_wgrad: a weight that is shared; what autograd returns is the gradient of its other uses."""
+    model = model_of(torch.bfloat16)
+    by_kernels(model)
+    first: Any = next(model.parameters())
+    first.zero_out_wgrad = True
+    with AdamW(model.parameters(), threads=2) as optimizer:
+        before = optimizer.state_digests()
+        precise_loss(model, 0).backward()
+        stand_in, *others = (param.grad for param in model.parameters())
+        assert stand_in is not None and others == [None] * len(others)
+        with pytest.raises(StateError, match=r"params'\]\[0\]: it has both p.grad and p.main_grad.*p.grad = None"):
+            optimizer.step()
+        assert optimizer.state_digests() == before
+        first.grad = None
+        optimizer.step()
+        assert optimizer.stats()["steps"] == 1
+        assert all(param.isfinite().all() for param in model.parameters())
+
+
+def test_a_main_grad_that_does_not_fit_the_parameter_is_refused() -> None:
+    model = model_of(torch.bfloat16)
+    first: Any = next(model.parameters())
+    first.main_grad = torch.zeros(first.shape, dtype=torch.float64)
+    with pytest.raises(ArgumentError, match=r"p.main_grad is torch.float64, expected .* torch.bfloat16, or float32"):
+        AdamW(model.parameters())
+    first.main_grad = torch.zeros(3)
+    found = r"gradient of torch.float32 \(3,\) on cpu, expected torch.bfloat16 or"
+    with AdamW(model.parameters(), threads=2) as optimizer, pytest.raises(ArgumentError, match=found):
+        optimizer.step()
+    kernel = CPUAdamW([first])
+    with pytest.raises(StateError, match=r"p\.main_grad, and CPUAdamW reads p\.grad only; use superoffload\.AdamW"):
+        kernel.step()
+    kernel.close()
+
+
+def test_a_dtype_of_gradients_that_this_torch_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.10 ``p.grad_dtype`` is an attribute like any other, which autograd does not read."""
+    param = SimpleNamespace(grad_dtype=torch.float32, dtype=torch.bfloat16, requires_grad=True)
+    older = SimpleNamespace(Tensor=object, float32=torch.float32, __version__="2.9.1")
+    monkeypatch.setattr("superoffload.optimizer.gradient_source.torch", older)
+    with pytest.raises(ArgumentError, match=r"p\.grad_dtype is set, which this torch \(2\.9\.1\) does not know"):
+        dtype_to_come("weight", param)  # type: ignore[arg-type]  # a parameter of that torch

@@ -9,15 +9,7 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from tests.support.adamw_training import (
-    Optimizer,
-    batch,
-    check_scenario,
-    grads_of,
-    model_of,
-    nothing_shows,
-    run_ours,
-)
+from tests.support.adamw_training import Optimizer, batch, check_scenario, grads_of, model_of, nothing_shows
 from tests.support.compatibility import compat
 from tests.support.over_stand_in import SLOWER
 
@@ -61,21 +53,3 @@ def test_grad_scaler_skips_although_the_infinity_was_replaced() -> None:
         scaler.update()
         assert optimizer.stats()["skipped_steps"] == 1
     assert scaler.get_scale() == 2.0
-
-
-def test_fp16_parameters_train_with_a_scaler() -> None:
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2)
-        for seed in range(8):
-            optimizer.zero_grad()
-            scaler.scale(batch(model, seed)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-
-    digests = {}
-    for mode in ("always", "never"):
-        _, optimizer = run_ours(scenario, mode, torch.float16, max_grad_norm=1.0)
-        assert optimizer.stats()["skipped_steps"] > 0, "the scale grows until something overflows"
-        assert optimizer.stats()["steps"] > 0
-        digests[mode] = optimizer.state_digests()
-    assert digests["always"] == digests["never"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from superoffload import AdamW, CPUAdamW, checkpoints
 from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import ArgumentError, RankError, StateError
-from superoffload.host.tensors import dims_in_memory, in_order, is_dense, out_of_order
 from tests.support.compatibility import compat
 from tests.support.rank_processes import on_ranks
 
-LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
+LAST = torch.channels_last
 
 
 def reorder(model: Any) -> None:
@@ -79,40 +77,11 @@ def same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(map(torch.equal, ones, others))
 
 
-def test_what_is_dense() -> None:
-    dense = [
-        torch.empty(3, 4).t(),
-        torch.empty(2, 3, 4, 5).to(memory_format=LAST),
-        torch.empty(2, 3, 4, 5, 2).to(memory_format=LAST_3D),
-        torch.empty(2, 3, 4).permute(1, 2, 0),
-        torch.empty(5, 1, 3).permute(2, 1, 0),
-        torch.empty(()),
-        torch.empty(0, 3).t(),
-        torch.empty_strided((1, 4), (7, 1)),
-    ]
-    assert all(map(is_dense, dense))
-    for tensor in dense:
-        with torch.no_grad():
-            tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
-        order = None if tensor.is_contiguous() else dims_in_memory(tensor)
-        flat = in_order(tensor, order)
-        assert flat.data_ptr() == tensor.data_ptr() and flat.dim() == 1
-        assert torch.equal(out_of_order(flat, tensor.shape, order), tensor)
-        assert out_of_order(flat, tensor.shape, order).stride() == tensor.stride() or 1 in tensor.shape or order is None
-        assert torch.equal(in_order(tensor.contiguous(), order), flat)
-    assert not any(map(is_dense, SPARSE.values()))
-
-
-SPARSE = {
-    "expanded": torch.zeros(3, 1).expand(3, 4),
-    "with gaps": torch.zeros(4, 6)[:, ::2],
-    "overlapping": torch.zeros(8).as_strided((3, 3), (1, 2)),
-    "a part of channels_last": torch.zeros(2, 8, 3, 3).to(memory_format=LAST)[:, :4],
-}
-
-
 def test_others_are_refused() -> None:
-    for tensor in SPARSE.values():
+    expanded, with_gaps = torch.zeros(3, 1).expand(3, 4), torch.zeros(4, 6)[:, ::2]
+    overlapping = torch.zeros(8).as_strided((3, 3), (1, 2))
+    a_part = torch.zeros(2, 8, 3, 3).to(memory_format=LAST)[:, :4]
+    for tensor in (expanded, with_gaps, overlapping, a_part):
         for made in (AdamW, CPUAdamW):
             with pytest.raises(ArgumentError, match=r"expected elements that fill a run of memory.*\.contiguous\(\)"):
                 made([nn.Parameter(tensor)])
@@ -146,64 +115,32 @@ def test_the_bits_of_contiguous_ones(strides: str, dtype: torch.dtype, state_dty
 STATE = ("exp_avg", "exp_avg_sq", "master")
 
 
-def test_writes_are_kept() -> None:
-    seen = []
-    for last in (False, True):
-        model = ConvNet(last, torch.bfloat16)
-        with warnings.catch_warnings(), AdamW(model.parameters(), speculation="always") as optimizer:
-            warnings.simplefilter("ignore")
-            for step in range(6):
-                optimizer.zero_grad()
-                set_gradients(list(model.parameters()), step)
-                optimizer.step()
-                with torch.no_grad():
-                    model.first.weight[1:3] *= 0.5
-                model.mixed.data[:, 1] = 0.25
-            optimizer.refresh_masters()
-            seen.append([*values(model), *(optimizer.state[p]["master"].clone() for p in model.parameters())])
-    assert same(*seen)
-
-
-@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])
-def test_state_dicts_go_both_ways(first: bool, second: bool) -> None:
-    model, other, stock_model = ConvNet(first), ConvNet(second), ConvNet(second)
+@pytest.mark.parametrize(("first", "second", "how"), [(True, False, "background"), (False, True, "dicts")])
+def test_state_goes_both_ways(first: bool, second: bool, how: str, tmp_path: Path) -> None:
+    dtype = torch.bfloat16 if how == "background" else torch.float32
+    model, other, stock_model = ConvNet(first, dtype), ConvNet(second, dtype), ConvNet(second)
     stock = torch.optim.AdamW(stock_model.parameters())
     with AdamW(model.parameters()) as optimizer, AdamW(other.parameters()) as resumed:
         for step in range(3):
             set_gradients(list(model.parameters()), step)
             optimizer.step()
-        saved: Any = (model.state_dict(), optimizer.state_dict())
+        if how == "background":
+            checkpoints.save_in_background(tmp_path / "a", model, optimizer).wait()
+            checkpoints.load(tmp_path / "a", other, resumed)
         its: Any
-        for which, its in ((other, resumed), (stock_model, stock)):
-            which.load_state_dict(saved[0])
-            its.load_state_dict(saved[1])
+        for which, its in ((other, resumed), (stock_model, stock)) if how == "dicts" else ():
+            which.load_state_dict(model.state_dict())
+            its.load_state_dict(optimizer.state_dict())
         for which, its in ((model, optimizer), (other, resumed), (stock_model, stock)):
             set_gradients(list(which.parameters()), 9)
             its.step()
-    assert same(values(model), values(other))
-    torch.testing.assert_close(values(stock_model), values(model), rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize(("first", "second", "background"), [(True, False, True), (False, True, False)])
-def test_checkpoints_go_both_ways(first: bool, second: bool, background: bool, tmp_path: Path) -> None:
-    model, other = ConvNet(first, torch.bfloat16), ConvNet(second, torch.bfloat16)
-    with AdamW(model.parameters()) as optimizer, AdamW(other.parameters()) as resumed:
-        for step in range(3):
-            set_gradients(list(model.parameters()), step)
-            optimizer.step()
-        if background:
-            checkpoints.save_in_background(tmp_path / "a", model, optimizer).wait()
-        else:
-            checkpoints.save(tmp_path / "a", model, optimizer)
-        checkpoints.load(tmp_path / "a", other, resumed)
-        for which, its in ((model, optimizer), (other, resumed)):
-            set_gradients(list(which.parameters()), 9)
-            its.step()
         assert same(values(model), values(other))
-        masters = [
-            [its.state[p]["master"] for p in m.parameters()] for its, m in ((optimizer, model), (resumed, other))
-        ]
-        assert same(*masters)
+        assert all(
+            torch.equal(optimizer.state[a]["master"], resumed.state[b]["master"])
+            for a, b in zip(model.parameters(), other.parameters(), strict=True)
+        )
+    if how == "dicts":
+        torch.testing.assert_close(values(stock_model), values(model), rtol=1e-6, atol=1e-7)
 
 
 def test_a_model_that_changes_its_order_is_refused() -> None:
@@ -218,9 +155,9 @@ def test_a_model_that_changes_its_order_is_refused() -> None:
         assert torch.equal(optimizer.state[model.first.weight]["master"], before)
 
 
-@pytest.mark.parametrize(("dtype", "state_dtype"), [(torch.float32, "bf16"), (torch.bfloat16, "fp32")])
-def test_the_kernels_alone(dtype: torch.dtype, state_dtype: str) -> None:
+def test_the_kernels_alone() -> None:
     """Also where the order changes between steps, in a copy, and with state that was loaded."""
+    dtype, state_dtype = torch.bfloat16, "bf16"
     seen = []
     for last in (False, True):
         model = ConvNet(last, dtype)
@@ -240,9 +177,6 @@ def test_the_kernels_alone(dtype: torch.dtype, state_dtype: str) -> None:
         seen.append([*values(model), *state])
         optimizer.close()
     assert same(*seen)
-
-
-# ---- ranks --------------------------------------------------------------------------------------------------------
 
 
 def ddp_run(told: bool, view: bool) -> dict[str, str]:

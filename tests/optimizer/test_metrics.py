@@ -35,9 +35,6 @@ def train_step(optimizer: superoffload.AdamW, scale: float = 1.0) -> None:
     optimizer.step()
 
 
-# ---- names ----
-
-
 def test_documentation_has_every_name_with_its_unit() -> None:
     page = (ROOT / "docs/metrics.md").read_text()
     for name, (unit, text) in {**TOTALS, **PER_STEP}.items():
@@ -80,28 +77,17 @@ def test_counters_go_on_where_an_earlier_run_ended(optimizer: superoffload.AdamW
     assert after[PREFIX + "bytes_down"] == pytest.approx(1.5 * before[PREFIX + "bytes_down"])
     assert after[PREFIX + "step_down_bytes_per_second"] > 0 and optimizer.stats()["steps"] == 2, "as before"
     empty = Monitor(optimizer)
+    wrong: list[Any] = [{"steps": -1}, {"steps": "3"}, {"steps": float("nan")}, {"steps": True}, [3]]
+    for counters in wrong:
+        with pytest.raises(ArgumentError, match=r"^counters: "):
+            empty.load_state_dict(counters)
     empty.load_state_dict({})
     assert empty.state_dict()["steps"] == 0
 
 
-def test_counters_that_cannot_be_are_refused(optimizer: superoffload.AdamW) -> None:
-    monitor = Monitor(optimizer)
-    wrong: list[Any] = [{"steps": -1}, {"steps": "3"}, {"steps": float("nan")}, {"steps": True}, [3]]
-    for counters in wrong:
-        with pytest.raises(ArgumentError, match=r"^counters: "):
-            monitor.load_state_dict(counters)
-        assert monitor.state_dict()["steps"] == 0
-
-
-# ---- anomalies ----
-
-
 @pytest.mark.parametrize(
     ("seconds", "skipped", "patience", "text"),
-    [
-        (2.0, False, 10, "slow steps: steps take 2 s, usual were 1 s"),
-        (1.0, True, 3, "skipped steps: 3 steps in a row"),
-    ],
+    [(2.0, False, 10, "slow steps: steps take 2 s, usual were 1 s"), (1.0, True, 3, "skipped steps: 3 steps in a row")],
 )
 def test_an_anomaly_is_one_line_when_it_begins_and_one_when_it_is_over(
     caplog: pytest.LogCaptureFixture, seconds: float, skipped: bool, patience: int, text: str
@@ -126,9 +112,6 @@ def test_an_anomaly_is_one_line_when_it_begins_and_one_when_it_is_over(
         anomalies.observe(step, 1.0, skipped=False)
     name = text.split(":")[0]
     assert len(caplog.messages) == 2 and caplog.messages[1].endswith(f"{name} is over")
-
-
-# ---- Prometheus ----
 
 
 def scrape(port: int) -> dict[str, float]:

@@ -22,7 +22,7 @@ from torch import nn
 
 import superoffload
 from superoffload import AdamW, CPUAdamW, checkpoints
-from tests.support.adamw_training import batch, check_counters, model_of
+from tests.support.adamw_training import batch, check_counters, model_of, train
 
 # Python itself loses what is raised in a __del__, and accumulate() cannot know why its context was never entered.
 pytestmark = [
@@ -208,9 +208,6 @@ def test_in_a_load(trainings: Callable[..., Training], tmp_path: Path) -> None:
     def load() -> None:
         checkpoints.load(tmp_path / ("first" if loads % 2 else "second"), training.model, training.optimizer)
 
-    def load_state_dict() -> None:
-        training.optimizer.load_state_dict(states[loads % 2])
-
     for at, again in points(load, seed=3):
         loads += 1
         interrupted(load, at, again)
@@ -218,11 +215,6 @@ def test_in_a_load(trainings: Callable[..., Training], tmp_path: Path) -> None:
         assert training.optimizer.state_digests() in (begun, ended)
         load()
     load()
-    states = [training.optimizer.state_dict() for _ in range(2)]
-    for at, again in points(load_state_dict, seed=4):
-        loads += 1
-        interrupted(load_state_dict, at, again)
-        assert training.optimizer.state_digests() in (begun, ended)
 
 
 def test_while_it_is_closed() -> None:
@@ -241,13 +233,12 @@ def test_while_it_is_closed() -> None:
 def test_in_a_step_of_the_kernel_alone() -> None:
     """Before it, or after it; also the first, in which state is made."""
 
-    def trained(steps: int) -> tuple[nn.Module, CPUAdamW]:
-        model = model_of(torch.bfloat16)
-        optimizer = CPUAdamW(model.parameters(), threads=1)
-        for seed in range(steps):
-            optimizer.zero_grad()
-            batch(model, seed).backward()
-            optimizer.step()
+    def trained(steps: int, ends: bool = True) -> tuple[nn.Module, CPUAdamW]:
+        model: Any = model_of(torch.bfloat16)
+        optimizer: Any = CPUAdamW(model.parameters(), threads=1)
+        train(model, optimizer, range(steps))
+        if not ends:
+            batch(model, steps).backward()
         return model, optimizer
 
     def bits(model: nn.Module, optimizer: CPUAdamW) -> list[list[float]]:
@@ -255,14 +246,9 @@ def test_in_a_step_of_the_kernel_alone() -> None:
         tensors = [*model.parameters(), *(value for values in state.values() for value in values.values())]
         return [tensor.detach().reshape(-1).tolist() for tensor in tensors]
 
-    def about_to_step() -> tuple[nn.Module, CPUAdamW]:
-        model, optimizer = trained(0)
-        batch(model, 0).backward()
-        return model, optimizer
-
     expected = [bits(*trained(steps)) for steps in range(3)]
-    for at, again in points(about_to_step()[1].step, seed=6):
-        model, optimizer = about_to_step()
+    for at, again in points(trained(0, ends=False)[1].step, seed=6):
+        model, optimizer = trained(0, ends=False)
         interrupted(optimizer.step, at, again)
         check_handlers()
         assert bits(model, optimizer) in expected[:2]

@@ -1,12 +1,15 @@
-"""An optimizer that sleeps gives its memory back, and wakes with the bits of one that never slept."""
+"""An optimizer that sleeps gives its memory back, and wakes with the bits of one that never slept.
+
+In a folder, masters and moments are in a file without a name."""
 
 from __future__ import annotations
 
-import gc
-import weakref
+import errno
+import os
+import shutil
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,257 +20,33 @@ import torch
 from torch import nn
 
 from superoffload import AdamW, checkpoints
-from superoffload.errors import HostMemoryError, StateError
+from superoffload.errors import ArgumentError, HostMemoryError, LostState, StateError
 from superoffload.host.memory import give_free_memory_back, refused
-from tests.support.adamw_training import Mixed, batch, model_of
-from tests.support.resident_link import accelerator
-from tests.support.sleepers import optimizer_of, resident_bytes, steps
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "always": {"speculation": "always"},
-    "adaptive": {"speculation": "adaptive", "max_grad_norm": 0.05},
-    "never": {"speculation": "never", "max_grad_norm": 0.05},
-    "replay": {"speculation": "always", "max_grad_norm": 0.05},
-    "bf16 moments": {"state_dtype": "bf16", "speculation": "always", "max_grad_norm": 0.5},
-    "8bit moments": {"state_dtype": "8bit", "speculation": "always"},
-    "split": {"master_dtype": "split", "speculation": "always", "max_grad_norm": 0.5},
-    "split, never": {"master_dtype": "split", "speculation": "never"},
-    "split, 8bit": {"master_dtype": "split", "state_dtype": "8bit", "max_grad_norm": 0.05},
-    "fp32 sums": {"accumulate_dtype": "fp32"},
-    "two phases": {"speculation": "adaptive", "max_grad_norm": 1e-4},
-}
+from tests.support.adamw_training import batch, model_of, train
 
 
-def nap(optimizer: AdamW, folder: Path | None = None, *, sleeps: bool = True) -> None:
-    if sleeps:
-        optimizer.sleep(folder)
-        optimizer.wake()
+def optimizer_of(model: nn.Module, **options: Any) -> AdamW:
+    """Two groups, and buckets that cut parameters."""
+    params = list(model.parameters())
+    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 1e-2}]
+    return AdamW(groups, **{"threads": 2, "bucket_numel": 1024, "speculation": "always", **options})
 
 
-def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
-    if not isinstance(model, Mixed):
-        return batch(model, seed)
-    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
-    return torch.as_tensor(model(x).square().mean())
+def steps(model: nn.Module, optimizer: AdamW, count: int) -> None:
+    for seed in range(count):
+        optimizer.zero_grad()
+        with optimizer.accumulate():
+            batch(model, 100 + seed).backward()
+        batch(model, seed).backward()
+        optimizer.step()
 
 
-@pytest.fixture(params=["memory", "disk"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
-    """Where masters and moments are while the optimizer sleeps; None: in memory."""
-    return tmp_path if request.param == "disk" else None
-
-
-# ---- the same bits --------------------------------------------------------------------------------------------------
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "fp32": model_of,
-    "bf16": lambda: model_of(torch.bfloat16),
-    "mixed": Mixed,
-}
-# Each setting once, and with it one of the models and one of the places where the state is meanwhile.
-CASES = [
-    ("always", "fp32", "disk"),
-    ("adaptive", "mixed", "memory"),
-    ("never", "bf16", "disk"),
-    ("replay", "bf16", "memory"),
-    ("bf16 moments", "mixed", "disk"),
-    ("8bit moments", "fp32", "memory"),
-    ("split", "mixed", "disk"),
-    ("split, never", "bf16", "memory"),
-    ("split, 8bit", "bf16", "disk"),
-    ("fp32 sums", "bf16", "memory"),
-    ("two phases", "fp32", "memory"),
-]
-
-
-@pytest.mark.parametrize(("setting", "kind", "where"), CASES)
-def test_same_bits_as_one_that_never_slept(setting: str, kind: str, where: str, tmp_path: Path) -> None:
-    """Also in an accumulation window, unless it says that gradients wait."""
-    found = []
-    for sleeps in (False, True):
-        model = MODELS[kind]()
-        with optimizer_of(model, **SETTINGS[setting]) as optimizer:
-            steps(model, optimizer, partial(nap, optimizer, tmp_path if where == "disk" else None, sleeps=sleeps))
-            for seed in range(2):
-                optimizer.zero_grad()
-                with optimizer.accumulate():
-                    loss_of(model, 100 + seed).backward()
-                    try:
-                        nap(optimizer, None, sleeps=sleeps)
-                    except StateError as error:
-                        assert "gradients of this step have arrived and wait for step()" in str(error)
-                loss_of(model, seed).backward()
-                optimizer.step()
-            found.append((optimizer.state_digests(), optimizer.grad_norm, optimizer.stats()["skipped_steps"]))
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("setting", ["always", "split, 8bit", "two phases"])
-def test_generation_while_asleep_reads_the_new_parameters(setting: str, folder: Path | None) -> None:
-    """On demand, sleep() delivers what readers still waited for."""
-    found = []
-    for delivery in ("eager", "on_demand"):
-        model = model_of(torch.bfloat16)
-        outputs: list[Any] = []
-        with optimizer_of(model, module=model, delivery=delivery, **SETTINGS[setting]) as optimizer:
-
-            def generate(one: AdamW = optimizer, shown: nn.Module = model, found: list[Any] = outputs) -> None:
-                one.sleep(folder)
-                with torch.no_grad():
-                    found.append(shown(torch.ones(2, 16, dtype=torch.bfloat16)).tolist())
-                one.wake()
-
-            steps(model, optimizer, generate)
-            found.append((outputs, optimizer.state_digests()))
-    assert str(found[0]) == str(found[1])
-    assert found[0][0][0] != found[0][0][1]
-
-
-def test_state_on_an_accelerator_goes_down_and_returns(folder: Path | None) -> None:
-    found = []
-    for sleeps in (False, True):
-        with accelerator():
-            model = model_of(torch.bfloat16)
-            options: dict[str, Any] = {"placement": {"gpu_fraction": 0.5}, "master_dtype": "split"}
-            with optimizer_of(model, speculation="always", **options) as optimizer:
-                steps(model, optimizer)
-                before = optimizer.stats()["params_on_device"]
-                assert before > 0
-                if sleeps:
-                    optimizer.sleep(folder)
-                    assert optimizer.stats()["params_on_device"] == 0
-                    optimizer.wake()
-                    shards = optimizer._engine.shards
-                    memory = [one.exp_avg.untyped_storage() for one in shards if not one.resident]
-                    held = sum({one.data_ptr(): one.nbytes() for one in memory}.values())
-                    assert held < sum(one.exp_avg.nbytes for one in shards), "that of the others was given back"
-                steps(model, optimizer)
-                assert optimizer.stats()["params_on_device"] == before
-                found.append(optimizer.state_digests())
-    assert found[0] == found[1]
-
-
-# ---- the memory -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("master_dtype", ["fp32", "split"])
-def test_buckets_are_freed_and_stats_show_what_is_held(master_dtype: str) -> None:
+@pytest.fixture
+def trained() -> Iterator[tuple[nn.Module, AdamW]]:
     model = model_of(torch.bfloat16)
-    numel = sum(param.numel() for param in model.parameters())
-    with optimizer_of(model, speculation="always", master_dtype=master_dtype) as optimizer:
+    with optimizer_of(model, master_dtype="split", state_dtype="8bit") as optimizer:
         steps(model, optimizer, count=2)
-        awake = optimizer.stats()
-        buckets = [weakref.ref(bucket) for bucket in optimizer._engine.buckets]
-        optimizer.sleep()
-        gc.collect()
-        assert buckets
-        assert not any(bucket() for bucket in buckets)
-        asleep = optimizer.stats()
-        sums = sum(shard.block_sums.nbytes for shard in optimizer._engine.shards)
-        assert asleep["host_bytes"] == 12 * numel + sums < awake["host_bytes"]
-        assert asleep["journal_reserved_bytes"] == 0 < awake["journal_reserved_bytes"]
-        optimizer.wake()
-        assert optimizer.stats()["host_bytes"] >= awake["host_bytes"] - awake["journal_reserved_bytes"]
-
-
-# Bytes of a parameter's packed gradient, shadow and journal, at least, and of its master and moments.
-MEMORY: list[tuple[dict[str, Any], int, int]] = [
-    ({}, 4, 12),
-    ({"master_dtype": "split", "state_dtype": "bf16"}, 2, 8),
-]
-
-
-@pytest.mark.parametrize(("options", "buckets", "state"), MEMORY)
-def test_the_system_gets_the_memory_back_each_time(
-    options: dict[str, Any], buckets: int, state: int, tmp_path: Path
-) -> None:
-    model = nn.ParameterList([nn.Parameter(torch.ones(1 << 21, dtype=torch.bfloat16)) for _ in range(4)])
-    numel = 1 << 23
-    with AdamW(model.parameters(), threads=2, speculation="always", **options) as optimizer:
-        asleep: list[int] = []
-        of_buckets, of_state = [], []  # bytes given back in each round
-        for _ in range(5):
-            for param in model:
-                param.grad = torch.full_like(param, 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            give_free_memory_back()  # what the gradients were in
-            awake = resident_bytes()
-            optimizer.sleep()
-            asleep.append(resident_bytes())
-            of_buckets.append(awake - asleep[-1])
-            counted = optimizer.stats()["host_bytes"]
-            optimizer.sleep(tmp_path)
-            of_state.append(asleep[-1] - resident_bytes())
-            assert counted - optimizer.stats()["host_bytes"] == state * numel
-            assert not any(tmp_path.iterdir()), "the file has no name, so that nothing is left if the process dies"
-            optimizer.wake()
-    # The system moves pages of its own accord (khugepaged fills huge pages), so a single round may be off.
-    assert median(of_buckets) > buckets * numel, of_buckets
-    assert median(of_state) > (state - 0.5) * numel, of_state
-    assert min(asleep[-2:]) - asleep[1] < numel  # a leak of a byte per parameter would show
-
-
-# ---- calls ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("speculation", ["always", "adaptive"])
-def test_gradients_that_wait_for_step_refuse_it(speculation: str) -> None:
-    model = model_of()
-    with optimizer_of(model, speculation=speculation) as optimizer, optimizer_of(model_of()) as other:
-        steps(model, optimizer, count=2)
-        before = optimizer.state_digests()
-        batch(model, 1).backward()
-        with pytest.raises(StateError, match=r"sleep\(\): gradients .* call step\(\) first, or zero_grad\(\)"):
-            optimizer.sleep()
-        optimizer.zero_grad()
-        optimizer.sleep()
-        optimizer.wake()
-        assert optimizer.state_digests() == before
-        other.sleep()
-
-
-def test_calls_while_asleep(tmp_path: Path) -> None:
-    model = model_of()
-    with optimizer_of(model) as optimizer:
-        steps(model, optimizer, count=2)
-        digests, state = optimizer.state_digests(), optimizer.state_dict()
-        optimizer.sleep()
-        optimizer.sleep()
-        refused_calls: list[Callable[[], Any]] = [
-            optimizer.step,
-            optimizer.refresh_masters,
-            lambda: optimizer.load_state_dict(state),
-            lambda: optimizer.load_masters([]),
-            lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
-            lambda: checkpoints.load(tmp_path / "none", model, optimizer),
-        ]
-        for call in refused_calls[:5]:
-            with pytest.raises(StateError, match=r"asleep since sleep\(\); call wake\(\) first"):
-                call()
-        optimizer.synchronize()
-        optimizer.zero_grad()
-        optimizer.max_grad_norm = 1.0
-        assert optimizer.state_digests() == digests
-        assert str(optimizer.state_dict()) == str(state)
-        saved = tmp_path / "asleep"
-        checkpoints.save(saved, model, optimizer)
-        with pytest.raises(StateError, match=r"call wake\(\) first"):
-            checkpoints.load(saved, model, optimizer)
-        optimizer.wake()
-        optimizer.wake()
-        assert optimizer.state_digests() == digests
-        checkpoints.load(saved, model, optimizer)
-        assert optimizer.state_digests() == digests
-        optimizer.sleep()
-    assert optimizer.state_digests() == digests  # closed
-    for call in (optimizer.wake, optimizer.sleep):
-        with pytest.raises(StateError, match="closed"):
-            call()
-
-
-# ---- meanwhile ------------------------------------------------------------------------------------------------------
+        yield model, optimizer
 
 
 @contextmanager
@@ -284,8 +63,7 @@ def a_gradient_arrives(model: nn.Module, optimizer: AdamW, folder: Path | None, 
     with asleep(optimizer, folder, sleeps):
         before = optimizer.stats()["host_bytes"]
         batch(model, 9).backward()
-        if sleeps:
-            assert optimizer.stats()["host_bytes"] == before and not optimizer._engine.is_filling
+        assert not sleeps or optimizer.stats()["host_bytes"] == before
     optimizer.step()
 
 
@@ -294,8 +72,7 @@ def a_parameter_is_written(model: nn.Module, optimizer: AdamW, folder: Path | No
     with asleep(optimizer, folder, sleeps), torch.no_grad():
         weight[1] = 0.25
         other.data[1] = 0.25
-    if sleeps:
-        assert all(optimizer.state[param]["master"][1].eq(0.25).all() for param in (weight, other))
+    assert not sleeps or all(optimizer.state[param]["master"][1].eq(0.25).all() for param in (weight, other))
 
 
 def parameters_move_away(model: nn.Module, optimizer: AdamW, folder: Path | None, sleeps: bool) -> None:
@@ -311,35 +88,232 @@ def parameters_move_away(model: nn.Module, optimizer: AdamW, folder: Path | None
             param.data = values
 
 
-def memory_is_refused(model: nn.Module, optimizer: AdamW, folder: Path | None, sleeps: bool) -> None:
-    """Where wake() brings the state to memory first, it stays there."""
-    with asleep(optimizer, None, sleeps):
-        before = optimizer.stats()["host_bytes"]
-        if sleeps:
-            optimizer.sleep(folder)
-            refusal = mock.patch("superoffload.engine.layout.shared_journals", side_effect=refused(1 << 30, "a test"))
-            with refusal, pytest.raises(HostMemoryError, match=r"wake\(\): .*still asleep"):
-                optimizer.wake()
-            assert optimizer.stats()["host_bytes"] == before
-            with pytest.raises(StateError, match="asleep"):
-                optimizer.step()
-
-
-MEANWHILE = [a_gradient_arrives, a_parameter_is_written, parameters_move_away, memory_is_refused]
-
-
 @pytest.mark.filterwarnings("ignore:superoffload. .* changed without autograd's version counters")
-@pytest.mark.parametrize("master_dtype", ["fp32", "split"])
-@pytest.mark.parametrize("meanwhile", MEANWHILE)
+@pytest.mark.parametrize(
+    ("meanwhile", "master_dtype", "on_disk"),
+    [
+        (a_gradient_arrives, "fp32", True),
+        (a_gradient_arrives, "split", False),
+        (a_parameter_is_written, "split", True),
+        (a_parameter_is_written, "fp32", False),
+        (parameters_move_away, "fp32", False),
+        (parameters_move_away, "split", True),
+    ],
+)
 def test_it_goes_on_as_if_it_had_been_awake(
-    meanwhile: Callable[[nn.Module, AdamW, Path | None, bool], None], master_dtype: str, folder: Path | None
+    meanwhile: Callable[[nn.Module, AdamW, Path | None, bool], None], master_dtype: str, on_disk: bool, tmp_path: Path
 ) -> None:
     found = []
     for sleeps in (False, True):
         model = model_of(torch.bfloat16)
-        with optimizer_of(model, speculation="always", master_dtype=master_dtype) as optimizer:
+        with optimizer_of(model, master_dtype=master_dtype) as optimizer:
             steps(model, optimizer, count=3)
-            meanwhile(model, optimizer, folder, sleeps)
+            meanwhile(model, optimizer, tmp_path if on_disk else None, sleeps)
             steps(model, optimizer, count=2)
             found.append(optimizer.state_digests())
     assert found[0] == found[1]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_the_system_gets_the_memory_back_each_time(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"master_dtype": "split", "state_dtype": "bf16"}
+    model = nn.ParameterList([nn.Parameter(torch.ones(1 << 21, dtype=torch.bfloat16)) for _ in range(4)])
+    numel = 1 << 23
+    with AdamW(model.parameters(), threads=2, speculation="always", **options) as optimizer:
+        asleep: list[int] = []
+        of_buckets, of_state = [], []  # bytes given back in each round
+        for _ in range(5):
+            for param in model:
+                param.grad = torch.full_like(param, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            give_free_memory_back()  # what the gradients were in
+            awake = resident_bytes()
+            optimizer.sleep()
+            asleep.append(resident_bytes())
+            of_buckets.append(awake - asleep[-1])
+            counted = optimizer.stats()["host_bytes"]
+            assert optimizer.stats()["journal_reserved_bytes"] == 0
+            optimizer.sleep(tmp_path)
+            of_state.append(asleep[-1] - resident_bytes())
+            assert counted - optimizer.stats()["host_bytes"] == 8 * numel
+            assert not any(tmp_path.iterdir()), "the file has no name, so that nothing is left if the process dies"
+            optimizer.wake()
+    # The system moves pages of its own accord (khugepaged fills huge pages), so a single round may be off.
+    assert median(of_buckets) > 2 * numel, of_buckets  # packed gradients, shadows and journals, at least
+    assert median(of_state) > 7.5 * numel, of_state
+    assert min(asleep[-2:]) - asleep[1] < numel  # a leak of a byte per parameter would show
+
+
+def test_the_disk_gets_its_room_back(tmp_path: Path, trained: tuple[nn.Module, AdamW]) -> None:
+    """Also after writes and reads that move less than they were asked for."""
+    _, optimizer = trained
+    digests = optimizer.state_digests()
+    write, read = os.pwrite, os.preadv
+    with (
+        mock.patch.object(os, "pwrite", lambda file, data, at: write(file, data[:1000], at)),
+        mock.patch.object(os, "preadv", lambda file, into, at: read(file, [into[0][:700]], at)),
+    ):
+        optimizer.sleep(tmp_path)
+        file = optimizer._engine.layout.stored
+        optimizer.wake()
+    assert file is not None and file._file.closed
+    assert optimizer.state_digests() == digests
+    optimizer.sleep(tmp_path)
+    file = optimizer._engine.layout.stored
+    optimizer.close()
+    assert file is not None and file._file.closed
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_calls_while_asleep(on_disk: bool, tmp_path: Path, trained: tuple[nn.Module, AdamW]) -> None:
+    model, optimizer = trained
+    digests, state = optimizer.state_digests(), optimizer.state_dict()
+    checkpoints.save(tmp_path / "awake", model, optimizer)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    optimizer.sleep(folder if on_disk else None)
+    optimizer.sleep(folder if on_disk else None)
+    writes: list[Callable[[], Any]] = [
+        optimizer.step,
+        optimizer.refresh_masters,
+        lambda: optimizer.load_state_dict(state),
+        lambda: optimizer.load_masters([]),
+        lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
+        lambda: checkpoints.load(tmp_path / "awake", model, optimizer),
+    ]
+    for call in writes:
+        with pytest.raises(StateError, match=r"asleep since sleep\(\); call wake\(\) first"):
+            call()
+    reads: list[Callable[[], Any]] = [
+        optimizer.state_digests,
+        optimizer.state_dict,
+        lambda: checkpoints.save(tmp_path / "a", model, optimizer),
+        lambda: checkpoints.save_in_background(tmp_path / "b", model, optimizer).wait(60),
+        lambda: checkpoints.export_weights(tmp_path / "c", model, optimizer),
+    ]
+    for call in reads:
+        if not on_disk:
+            call()
+            continue
+        with pytest.raises(StateError, match=rf"in a file in {folder} since sleep\(folder\).*call wake\(\) first"):
+            call()
+    weight = next(model.parameters())
+    if on_disk:
+        assert list(optimizer.state[weight]) == ["step"] and os.listdir(folder) == []
+        with pytest.raises(StateError, match=r"call wake\(\) first"):
+            optimizer.state[weight]["exp_avg"] = torch.zeros(48, 16)
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    optimizer.max_grad_norm = 1.0
+    assert optimizer.stats()["steps"] == 2
+    optimizer.wake()
+    optimizer.wake()
+    assert optimizer.state_digests() == digests and str(optimizer.state_dict()) == str(state)
+    optimizer.sleep()
+    optimizer.sleep(folder if on_disk else None)
+    optimizer.close()
+    if on_disk:
+        with pytest.raises(StateError, match="of a closed optimizer they are gone"):
+            optimizer.state_digests()
+    else:
+        assert optimizer.state_digests() == digests
+    for call in (optimizer.wake, optimizer.sleep):
+        with pytest.raises(StateError, match="closed"):
+            call()
+
+
+def test_a_folder_that_cannot_take_the_state_changes_nothing(tmp_path: Path, trained: tuple[nn.Module, AdamW]) -> None:
+    model, optimizer = trained
+    (tmp_path / "file").touch()
+    wrong: tuple[tuple[Any, str], ...] = (
+        (tmp_path / "none", "No such file or directory; expected a folder to write to"),
+        (tmp_path / "file", "expected a folder to write to"),
+        ("", r"folder='': expected the path of a folder on a disk, or None"),
+        (3.5, r"folder=3.5: expected the path of a folder on a disk, or None"),
+        ("a\0b", r"folder='a\\x00b': expected the path of a folder on a disk, or None"),
+    )
+    for folder, words in wrong:
+        with pytest.raises(ArgumentError, match=words):
+            optimizer.sleep(folder)
+    usage = namedtuple("usage", ("total", "used", "free"))(10**9, 10**9 - 1000, 1000)
+    with (
+        mock.patch.object(shutil, "disk_usage", return_value=usage),
+        pytest.raises(ArgumentError, match=r"1e-06 GB are free there, and masters and moments have .* GB"),
+    ):
+        optimizer.sleep(tmp_path)
+    assert os.listdir(tmp_path) == ["file"]
+    batch(model, 0).backward()
+    for place in (tmp_path, None):
+        with pytest.raises(StateError, match=r"gradients of this step .* call step\(\) first, or zero_grad\(\)"):
+            optimizer.sleep(place)
+    optimizer.step()  # it is awake
+    assert optimizer.stats()["steps"] == 3
+
+
+NO_THREADS = mock.patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread"))
+
+
+def a_failing_disk(call: str, code: int = errno.EIO) -> Any:
+    return mock.patch(f"superoffload.engine.state_file.os.{call}", side_effect=OSError(code, os.strerror(code)))
+
+
+def test_a_write_that_fails_leaves_it_asleep_in_memory(tmp_path: Path, trained: tuple[nn.Module, AdamW]) -> None:
+    model, optimizer = trained
+    digests = optimizer.state_digests()
+    full = [a_failing_disk(call, errno.ENOSPC) for call in ("pwrite", "fsync")]
+    for failing, words in (*((one, "No space left.* asleep, and they are still in") for one in full), (NO_THREADS, "")):
+        with failing, pytest.raises(StateError, match=rf"could not be written .*{words}"):
+            optimizer.sleep(tmp_path)
+        assert optimizer.state_digests() == digests
+    with pytest.raises(StateError, match="asleep"):
+        optimizer.step()
+    optimizer.sleep(tmp_path)
+    optimizer.wake()
+    assert optimizer.state_digests() == digests
+    train(model, optimizer, range(1))
+
+
+def test_what_cannot_be_read_leaves_it_in_the_file(tmp_path: Path, trained: tuple[nn.Module, AdamW]) -> None:
+    _, optimizer = trained
+    digests = optimizer.state_digests()
+    optimizer.sleep(tmp_path)
+    no_memory = {"side_effect": refused(1 << 30, "a test")}
+    failures: list[tuple[Any, type[Exception], str]] = [
+        (a_failing_disk("preadv"), StateError, "masters and moments in .* cannot be read: Input/output.* still asl"),
+        (NO_THREADS, StateError, "cannot be read: can't start new thread.* call wake"),
+        (mock.patch("superoffload.engine.placement.host_zeros", **no_memory), HostMemoryError, "to wake it free"),
+        (mock.patch("superoffload.engine.layout.shared_journals", **no_memory), HostMemoryError, "still asleep"),
+    ]
+    for failing, error, words in failures:
+        with failing, pytest.raises(error, match=words):
+            optimizer.wake()
+        with pytest.raises(StateError, match="asleep"):
+            optimizer.step()
+    optimizer.wake()
+    assert optimizer.state_digests() == digests
+
+
+def test_other_bytes_than_were_written_are_found(tmp_path: Path, trained: tuple[nn.Module, AdamW]) -> None:
+    _, optimizer = trained
+    digests = optimizer.state_digests()
+    optimizer.sleep(tmp_path)
+    file = optimizer._engine.layout.stored
+    assert file is not None
+    handle = file._file.fileno()
+    size = os.fstat(handle).st_size
+    for at in (0, size // 2, size - 1):
+        (byte,) = os.pread(handle, 1, at)
+        os.pwrite(handle, bytes([byte ^ 4]), at)
+        with pytest.raises(LostState, match=r"are not what sleep\(\) wrote there: .* load the last checkpoint$"):
+            optimizer.wake()
+        os.pwrite(handle, bytes([byte]), at)
+    os.truncate(handle, size - 1)
+    with pytest.raises(StateError, match="cannot be read: the file ends too early"):
+        optimizer.wake()
+    os.pwrite(handle, bytes([byte]), size - 1)
+    optimizer.wake()
+    assert optimizer.state_digests() == digests

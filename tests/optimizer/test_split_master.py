@@ -9,14 +9,14 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from superoffload import AdamW
 from superoffload.engine.speculation_schedule import Schedule
 from superoffload.errors import ArgumentError
-from tests.support.adamw_training import assert_worker_threads, batch, check_counters, model_of, worker_threads
+from tests.support.adamw_training import assert_worker_threads, check_counters, model_of, worker_threads
 from tests.support.link_runs import wide_model
-from tests.support.split_masters import SPLIT, assert_split, shard_of
+from tests.support.split_masters import SPLIT, assert_split
 
 
 @contextmanager
@@ -61,53 +61,6 @@ def test_the_bits_of_whole_masters_in_every_schedule() -> None:
                 assert all(fates[f"buckets_{fate}"] > 0 for fate in ("committed", "replayed", "undone", "stepped"))
     assert all(one == found[0] for one in found)
     assert fates["buckets_two_phase"] > 0 and fates["buckets_speculated"] > 0
-
-
-def test_parameters_that_come_later_are_split_too() -> None:
-    digests = []
-    for mode in ("never", "always"):
-        model, more = model_of(torch.bfloat16), nn.Linear(4, 4).bfloat16()
-        torch.manual_seed(1)
-        nn.init.normal_(more.weight)
-        nn.init.zeros_(more.bias)
-        with made(model, mode) as optimizer:
-            for step in range(4):
-                if step == 2:
-                    optimizer.add_param_group({"params": list(more.parameters()), "lr": 0.1})
-                optimizer.zero_grad()
-                (batch(model, step) + more(torch.ones(4).bfloat16()).square().sum()).backward()
-                optimizer.step()
-                assert_split(optimizer)
-            assert shard_of(optimizer, more.weight).upper is not None
-            digests.append(optimizer.state_digests())
-    assert digests[0] == digests[1]
-
-
-def nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-@pytest.mark.parametrize("steps", [0, 4])
-def test_what_is_kept_of_each_parameter(steps: int) -> None:
-    """2 bytes of remainder and 2 of shadow, which is the upper half: at first, and after buckets were made anew."""
-    model = wide_model(torch.bfloat16)
-    with made(model, max_grad_norm=0.3) as optimizer:
-        for step in range(steps):
-            optimizer.zero_grad()
-            batch(model, step).backward()
-            optimizer.step()
-        engine = optimizer._engine
-        assert engine.layout.observed == (steps > 0)
-        shadows = {bucket.shadow.untyped_storage().data_ptr() for bucket in engine.buckets}
-        for shard in engine.shards:
-            assert shard.upper is not None
-            assert len(shard.upper.parts) == len(engine.layout.places_of(shard))
-            assert all(part.untyped_storage().data_ptr() in shadows for part in shard.upper.parts)
-            assert nbytes(shard.master) == 2 * shard.numel
-        for bucket in engine.buckets:
-            assert nbytes(bucket.shadow) == nbytes(bucket.gradient) == 2 * bucket.padded
-        assert optimizer.stats()["journal_reserved_bytes"] <= sum(2 * b.padded + 1024 for b in engine.buckets)
-        assert_split(optimizer)
 
 
 def test_other_values_are_refused() -> None:

@@ -9,28 +9,17 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from superoffload import AdamW, checkpoints
-from superoffload.engine.speculation_schedule import Schedule
 from tests.convergence.local_ranks import PRELOAD
-from tests.support.adamw_training import batch, model_of, pair, train
-from tests.support.checkout import ROOT
-from tests.support.host_link import over_host_link
+from tests.support.adamw_training import model_of, pair, train
 
 GRACE = 30  # seconds between a scheduler's SIGTERM and its SIGKILL
-
-
-# ---- storms ---------------------------------------------------------------------------------------------------------
-
-
-# ---- a scheduler ----------------------------------------------------------------------------------------------------
 
 
 def train_until_told(root: str, steps: int, raises: bool) -> None:
@@ -66,7 +55,7 @@ def train_until_told(root: str, steps: int, raises: bool) -> None:
 def test_told_to_end_it_saves_within_the_grace_and_goes_on_to_the_same_bits(tmp_path: Path, raises: bool) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    steps, progress = 60, tmp_path / "progress"
+    steps, progress = 30, tmp_path / "progress"
     for calls in range(1, 4):
         progress.unlink(missing_ok=True)
         told = calls < 3
@@ -88,12 +77,6 @@ def test_told_to_end_it_saves_within_the_grace_and_goes_on_to_the_same_bits(tmp_
         assert straight.state_digests() == found
 
 
-# ---- the kernel -----------------------------------------------------------------------------------------------------
-
-
-# ---- clocks ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_clock_that_jumps_changes_nothing(tmp_path: Path) -> None:
     jumps = itertools.cycle([0.0, 4e9, -4e9, 1e18, 5.0])
     with (
@@ -101,52 +84,12 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path) -> None:
         mock.patch("time.time_ns", lambda: int(next(jumps))),
         pair(bucket_numel=512, max_grad_norm=1.0, trace=tmp_path / "trace.json") as (model, optimizer, twin, plain),
     ):
-        for step in range(8):
+        for step in range(4):
             train(model, optimizer, [step])
             train(twin, plain, [step])
             checkpoints.save_in_background(tmp_path / f"step-{step}", model, optimizer, keep=2).wait(60)
         assert optimizer.state_digests() == plain.state_digests()
-        assert checkpoints.latest(tmp_path) == tmp_path / "step-7"
+        assert checkpoints.latest(tmp_path) == tmp_path / "step-3"
         stats = optimizer.stats()
         assert 0 <= stats["optimizer_seconds_exposed"] < 60
         assert 0 <= stats["optimizer_seconds"] < 60
-
-
-def test_time_is_measured_by_clocks_that_only_go_forward() -> None:
-    """Waits and measurements. One file compares with the dates of files, which are of the other clock."""
-    wall = ("time.time(", "time.time_ns(", "datetime.now(", "system_clock", "CLOCK_REALTIME", "gettimeofday(")
-    files = [*(ROOT / "superoffload").rglob("*.py"), *(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cpp")]
-    assert len(files) > 100
-    found = [(file.name, word) for file in files for word in wall if word in file.read_text()]
-    assert found == [("leftovers.py", "time.time(")]
-
-
-# ---- saves during a settle ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("save", [checkpoints.save, checkpoints.save_in_background])
-def test_saved_while_a_two_phase_step_settles(tmp_path: Path, save: Callable[..., Any]) -> None:
-    """The checkpoint has the masters and moments that belong to the parameters that were published."""
-    model, twin = model_of(), model_of()
-    both: dict[str, Any] = {"bucket_numel": 512, "max_grad_norm": 1e-3, "threads": 1}
-    with (
-        over_host_link(),
-        mock.patch.object(Schedule, "share_to_publish", lambda *_: 1.0),
-        AdamW(model.parameters(), speculation="never", **both) as optimizer,
-        AdamW(twin.parameters(), speculation="never", **both) as plain,
-    ):
-        train(model, optimizer, [0])  # the first step is always in one pass
-        train(twin, plain, [0])
-        for step in range(1, 5):
-            train(model, optimizer, [step])
-            with mock.patch.object(Schedule, "share_to_publish", lambda *_: 0.0):
-                train(twin, plain, [step])
-            assert optimizer._engine.tail.is_settling
-            saving = save(tmp_path / str(step), model, optimizer)
-            batch(model, 90).backward()  # beside the writing thread
-            optimizer.zero_grad()
-            other = model_of(seed=9)
-            with AdamW(other.parameters(), threads=1) as loaded:
-                checkpoints.load(saving.wait(60) if hasattr(saving, "wait") else saving, other, loaded)
-                assert loaded.state_digests() == plain.state_digests()
-        assert optimizer.stats()["buckets_two_phase"] > plain.stats()["buckets_two_phase"] == 0

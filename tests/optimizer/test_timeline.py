@@ -6,15 +6,13 @@ import json
 import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from superoffload import AdamW, _native
+from superoffload import AdamW
 from superoffload.errors import ArgumentError
-from superoffload.links.host import HostLink
-from superoffload.timeline import COMPUTE, DOWN, PROCESSORS, UP, VERDICT, _Work, read_trace, span
+from superoffload.timeline import COMPUTE, DOWN, PROCESSORS, UP, VERDICT, read_trace, span
 
 BUCKETS = 4
 
@@ -79,11 +77,7 @@ def test_every_lane_and_fate(tmp_path: Path) -> None:
         assert [event["name"] for event in in_lane(steps[step], COMPUTE)] == ["forward", "backward", "step()"]
     assert in_lane(steps[3], UP) == []
 
-
-def test_work_is_where_it_happened(tmp_path: Path) -> None:
-    """Two rows of a lane are drawn above each other; within one, viewers expect events to be nested or apart."""
-    run_every_fate(tmp_path / "t.json")
-    steps = steps_of(tmp_path / "t.json")
+    # Where it happened: rows of a lane are above each other; within one, viewers expect events to be nested or apart.
     events = steps[1]
     forward, back, step = in_lane(events, COMPUTE)
     assert forward["ts"] <= back["ts"] <= back["ts"] + back["dur"] <= step["ts"] + 1
@@ -99,32 +93,6 @@ def test_work_is_where_it_happened(tmp_path: Path) -> None:
     for times in rows.values():
         for (_, end), (begin, _) in zip(sorted(times), sorted(times)[1:], strict=False):
             assert end <= begin + 0.002  # microseconds are rounded
-
-
-def test_work_that_ends_while_it_is_looked_at_is_not_lost(tmp_path: Path) -> None:
-    """It runs when it is asked for the first time, and has ended when it is asked again."""
-    path = tmp_path / "trace.json"
-    asked: list[_Work] = []  # kept, so that no other takes its place
-
-    def still_runs(work: _Work) -> bool:
-        asked.append(work)
-        return work.completion is not None and sum(one is work for one in asked) == 1
-
-    param = torch.nn.Parameter(torch.ones(3000))
-    changed = mock.patch.object(_Work, "still_runs", property(still_runs))
-    with changed, AdamW([param], trace=path, bucket_numel=1024, speculation="never") as optimizer:
-        for _ in range(3):
-            param.grad = torch.ones(3000)
-            optimizer.step()
-    steps = [event for event in read_trace(path) if event["ph"] == "X" and " step: " in event["name"]]
-    assert len(steps) == 3 * 3
-
-
-def test_without_a_trace_nothing_is_in_the_way() -> None:
-    _, optimizer = make()
-    assert type(optimizer._engine.link) is HostLink and type(optimizer._engine.pool) is _native.WorkerPool
-    assert optimizer.timeline is None
-    optimizer.close()
 
 
 def test_trace_of_a_killed_program_can_be_read(tmp_path: Path) -> None:
@@ -175,23 +143,6 @@ def test_a_full_disk_ends_the_timeline_and_no_step() -> None:
         optimizer.close()
         digests.append(optimizer.state_digests())
     assert digests[0] == digests[1]
-
-
-def test_parameters_that_take_the_place_of_others_are_recorded(tmp_path: Path) -> None:
-    """As Accelerate puts sharded ones into the groups before the first step."""
-    params, optimizer = make(tmp_path / "t.json")
-    others = [torch.nn.Parameter(param.detach().clone()) for param in params]
-    optimizer.param_groups[0]["params"] = others
-    optimizer.zero_grad()
-    optimizer.synchronize()
-    for _ in range(2):
-        backward(others)
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.close()
-    steps = steps_of(tmp_path / "t.json")
-    assert list(steps) == [1, 2]
-    assert all(in_lane(events, PROCESSORS) and in_lane(events, DOWN) for events in steps.values())
 
 
 def test_unwritable_paths_and_other_files_are_refused(tmp_path: Path) -> None:

@@ -213,18 +213,6 @@ def test_an_empty_param_group() -> None:
         AdamW([{"params": []}])
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")  # it leaves those parts as they are
-def test_a_compiled_step() -> None:
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        step = torch.compile(optimizer.step, backend="eager") if isinstance(optimizer, AdamW) else optimizer.step
-        for seed in range(3):
-            optimizer.zero_grad()
-            batch(model, seed).backward()
-            step()
-
-    check_scenario(scenario)
-
-
 @compat(
     "copy.deepcopy and pickle of the optimizer",
     "single",
