@@ -166,3 +166,24 @@ def test_modules_that_run_no_hooks_are_refused() -> None:
             offloaded(model)
         with AdamW(model.parameters(), threads=1) as optimizer:
             step(model, optimizer)
+
+
+def test_scripted_modules_that_do_not_train_may_be_parts() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.ReLU()), torch.jit.trace(nn.Linear(8, 8), INPUT))
+    own = list(model[0].parameters())
+    with AdamW(own, delivery="on_demand", module=model, threads=1) as optimizer:
+        step(model, optimizer)
+        model(INPUT)
+        model.state_dict()
+        assert all(torch.equal(param, optimizer.state[param]["master"]) for param in own)
+
+
+def test_a_later_optimizer_compiles_nothing_anew() -> None:
+    """Guards on hooks are there by then."""
+    model = model_of()
+    with offloaded(model):
+        run = compiled(lambda x: x + 1)
+        run(INPUT)
+        with offloaded(model_of()):
+            run(INPUT)
+            assert counters["frames"]["ok"] == 1

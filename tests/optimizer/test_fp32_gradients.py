@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from superoffload import AdamW, CPUAdamW
 from superoffload.engine.speculation_schedule import MODES
-from superoffload.errors import ArgumentError, StateError
+from superoffload.errors import ArgumentError, HostMemoryError, StateError
 from superoffload.optimizer.gradient_source import dtype_to_come
 from tests.support.adamw_training import assert_close_to_torch, check_counters, model_of
 from tests.support.fp32_gradients import (
@@ -275,3 +276,51 @@ def test_a_dtype_of_gradients_that_this_torch_does_not_know(monkeypatch: pytest.
     monkeypatch.setattr("superoffload.optimizer.gradient_source.torch", older)
     with pytest.raises(ArgumentError, match=r"p\.grad_dtype is set, which this torch \(2\.9\.1\) does not know"):
         dtype_to_come("weight", param)  # type: ignore[arg-type]  # a parameter of that torch
+
+
+def test_a_gradient_that_is_wider_than_was_said() -> None:
+    """The first of them is taken for the first of its group. Gradients that have arrived move to the new buckets."""
+
+    def narrow_at_first(model: nn.Module) -> None:
+        _after_arrivals(2, model, lambda: _first_three_declared(model))
+
+    for mode in MODES:
+        found = trained(narrow_at_first, _plain, torch.bfloat16, speculation=mode, bucket_numel=1 << 20)
+        sizes = [6] if mode == "never" else [3, 3]  # in step() none has arrived before the first
+        assert [len(bucket.pieces) for bucket in found._engine.buckets] == sizes
+        known = trained(_first_three_declared, _plain, torch.bfloat16, speculation=mode, bucket_numel=1 << 20)
+        assert found.state_digests() == known.state_digests()
+
+
+def _first_three_declared(model: nn.Module) -> None:
+    declared(nn.ParameterList(list(model.parameters())[:3]))
+
+
+def test_memory_that_is_refused_with_gradients_in_hand() -> None:
+    """Those that had arrived are brought again by the step that their user makes of them."""
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        precise_loss(model, 0).backward()
+        found = [param.grad for param in model.parameters() if param.grad is not None]
+        model.zero_grad()
+        return found
+
+    wide = model_of(torch.bfloat16)
+    _first_three_declared(wide)
+    values = gradients(wide)
+    digests = []
+    for refuses in (False, True):
+        model = model_of(torch.bfloat16)
+        _after_arrivals(2, model, partial(_first_three_declared, model))
+        with AdamW(model.parameters(), lr=1e-2, threads=2, bucket_numel=1 << 20) as optimizer:
+            refused = mock.patch.object(optimizer._engine.link, "attach", side_effect=HostMemoryError("refused"))
+            if refuses:
+                with refused, pytest.raises(HostMemoryError, match="refused"):
+                    precise_loss(model, 0).backward()
+            _first_three_declared(model)
+            for param, value in list(zip(model.parameters(), values, strict=True))[: 4 if refuses else None]:
+                param.grad = value.clone()
+            optimizer.step()
+            assert [shard.steps for shard in optimizer._engine.shards] == [1] * 6
+            digests.append(optimizer.state_digests())
+    assert digests[0] == digests[1]

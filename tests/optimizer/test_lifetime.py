@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 import weakref
 from collections.abc import Callable
@@ -16,7 +17,9 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
+from superoffload.engine.engine import Engine
 from superoffload.engine.finisher import Finisher
+from superoffload.engine.speculator import Speculator
 from superoffload.errors import StateError
 from tests.support.adamw_training import (
     assert_worker_threads,
@@ -218,3 +221,61 @@ def test_an_error_from_the_middle_makes_the_optimizer_say_so() -> None:
     batch(model, 4).backward()
     optimizer.close()
     assert_worker_threads(threads)
+
+
+def test_handlers_are_back_afterwards() -> None:
+    seen: list[int] = []
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+        mine = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+        with pair() as (model, optimizer, _, _):
+            train(model, optimizer, range(1))
+            assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == mine
+            batch(model, 1).backward()
+            original = Finisher.finish
+
+            def terminated(*args: Any) -> None:
+                signal.raise_signal(signal.SIGTERM)
+                assert not seen, "it waits until the step is done"
+                original(*args)
+
+            with mock.patch.object(Finisher, "finish", terminated):
+                optimizer.step()
+        assert seen == [signal.SIGTERM]
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == mine
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "during"),
+    [(Finisher, "finish", "step"), (Engine, "_pack", "backward"), (Speculator, "undo", "a second backward")],
+)
+def test_ctrl_c_at_the_worst_moments(owner: type, name: str, during: str) -> None:
+    """Three times. It comes out of a finished step, or leaves the last one."""
+    with pair(bucket_numel=1024, max_grad_norm=1.0) as (model, optimizer, twin, plain):
+        train(model, optimizer, range(3))
+        train(twin, plain, range(4 if during == "step" else 3))
+        optimizer.zero_grad()
+        if during != "backward":
+            batch(model, 3).backward()
+        original, pressed = getattr(owner, name), list[None]()
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            while len(pressed) < 3:
+                pressed.append(None)
+                signal.raise_signal(signal.SIGINT)
+            return result
+
+        with mock.patch.object(owner, name, interrupted), pytest.raises(KeyboardInterrupt):
+            if during == "step":
+                optimizer.step()
+            else:
+                batch(model, 3).backward()
+        for seeds in (range(0), range(4, 6)):
+            train(model, optimizer, seeds)
+            train(twin, plain, seeds)
+            assert optimizer.state_digests() == plain.state_digests()
+        check_counters(optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -161,6 +162,9 @@ def test_copies_refuse_operations_in_place_and_putting_one_back_changes_no_bit()
                         optimizer.state[param][name] = value.clone()
                 assert optimizer.state_digests() == digests
             entry = optimizer.state[first(model)]
+            assert "tensor(3.)" in repr(entry) and "tensor([])" not in repr(entry)
+            for other in (copy.copy(entry), copy.deepcopy(entry), pickle.loads(pickle.dumps(entry))):
+                assert isinstance(other, dict) and torch.equal(other["exp_avg"], entry["exp_avg"])
             copied = (
                 "exp_avg" if options.get("state_dtype") == "8bit" else "master" if "master_dtype" in options else ""
             )
