@@ -35,7 +35,20 @@ def recomputing(model: Any, optimizer: AdamW, seen: list[Any]) -> None:
     plain(model, optimizer, seen)
 
 
-LOOPS = [evaluating, partly_used, recomputing]
+def saving(model: Any, optimizer: AdamW, seen: list[Any]) -> None:
+    for seed in range(STEPS):
+        plain_step(model, optimizer, seed)
+        part = model.blocks[1] if seed % 2 else model
+        saved = {name: value.clone() for name, value in part.state_dict().items()}
+        seen.append([value.tolist() for value in saved.values()])
+        plain_step(model, optimizer, 50 + seed)
+        part.load_state_dict(saved)
+        state = optimizer.state_dict()
+        plain_step(model, optimizer, 70 + seed)
+        optimizer.load_state_dict(state)
+
+
+LOOPS = [evaluating, partly_used, recomputing, saving]
 
 
 @compat("delivery on demand: the bits of eager delivery", "single")
