@@ -123,3 +123,16 @@ def over_ranks() -> bool:
 
 def test_every_rank_keeps_what_all_of_them_wrote() -> None:
     assert on_ranks(2, over_ranks) == [True] * 2
+
+
+def test_a_frozen_parameter_and_one_without_a_gradient() -> None:
+    params = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    params[2].requires_grad_(False)
+    with AdamW(params, lr=0.0, weight_decay=0.0) as optimizer:
+        for step in range(3):
+            for param in params:
+                param.data.fill_(step)
+            params[step % 2].grad = torch.ones(4)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert all(torch.equal(param, torch.full((4,), float(step))) for param in params)
