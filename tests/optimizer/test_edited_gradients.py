@@ -21,7 +21,7 @@ from tests.support.fake_cuda import Fake, LateLink, on_fake_device
 from tests.support.over_stand_in import SOMETIMES_SLOWER
 from tests.support.rank_processes import flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
 
-Edit = Callable[[Any, Any], object]  # of a model and its optimizer
+Zeroing = Callable[[Any, Any], object]  # of a model and its optimizer
 
 
 @compat("zero_grad(set_to_none=True or False)", "single", "stand_in")
@@ -34,7 +34,7 @@ Edit = Callable[[Any, Any], object]  # of a model and its optimizer
         lambda model, optimizer: model.zero_grad(set_to_none=False),
     ],
 )
-def test_gradients_dropped_between_backward_and_step(zero: Edit) -> None:
+def test_gradients_dropped_between_backward_and_step(zero: Zeroing) -> None:
     """Gone: no step. Zero: a step with zeros, which moves by momentum."""
 
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:

@@ -192,7 +192,7 @@ def test_stats_of_a_known_run() -> None:
         optimizer.max_grad_norm = 1e-3
         optimizer.step()
         stats = optimizer.stats()
-        expected = dict.fromkeys(COUNTERS, 0) | {"steps": 3, "skipped_steps": 0, "clipped_steps": 1}
+        expected: Any = dict.fromkeys(COUNTERS, 0) | {"steps": 3, "skipped_steps": 0, "clipped_steps": 1}
         expected |= {"buckets_speculated": 4, "buckets_committed": 2, "buckets_replayed": 1}
         expected |= {"buckets_abandoned": stats["buckets_abandoned"], "buckets_undone": stats["buckets_undone"]}
         assert {name: stats[name] for name in expected} == expected

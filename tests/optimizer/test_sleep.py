@@ -7,11 +7,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -239,7 +239,7 @@ def test_a_folder_that_cannot_take_the_state_changes_nothing(tmp_path: Path, tra
     for folder, words in wrong:
         with pytest.raises(ArgumentError, match=words):
             optimizer.sleep(folder)
-    usage = namedtuple("usage", ("total", "used", "free"))(10**9, 10**9 - 1000, 1000)
+    usage = SimpleNamespace(total=10**9, used=10**9 - 1000, free=1000)
     with (
         mock.patch.object(shutil, "disk_usage", return_value=usage),
         pytest.raises(ArgumentError, match=r"1e-06 GB are free there, and masters and moments have .* GB"),
@@ -281,7 +281,7 @@ def test_what_cannot_be_read_leaves_it_in_the_file(tmp_path: Path, trained: tupl
     _, optimizer = trained
     digests = optimizer.state_digests()
     optimizer.sleep(tmp_path)
-    no_memory = {"side_effect": refused(1 << 30, "a test")}
+    no_memory: dict[str, Any] = {"side_effect": refused(1 << 30, "a test")}
     failures: list[tuple[Any, type[Exception], str]] = [
         (a_failing_disk("preadv"), StateError, "masters and moments in .* cannot be read: Input/output.* still asl"),
         (NO_THREADS, StateError, "cannot be read: can't start new thread.* call wake"),
