@@ -90,22 +90,22 @@ def no_window_of_accelerate_left_open() -> Iterator[None]:
 
 @pytest.fixture
 def refusal(request: pytest.FixtureRequest) -> Any:
-    """Checks an error against the text that docs/compatibility.md quotes from the test's mark."""
-    from tests.support.compatibility import Refusal
+    """Checks an error against the test's marks ``refused``."""
+    from tests.support.refusal import Refusal
 
-    return Refusal([mark.kwargs["refused"] for mark in request.node.iter_markers("compat") if mark.kwargs["refused"]])
+    return Refusal([mark.args[0] for mark in request.node.iter_markers("refused")])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    from tests.support.over_stand_in import LINKS, shows_stand_in
+    from tests.support.over_stand_in import LINKS
 
-    if shows_stand_in(metafunc.definition):
+    if metafunc.definition.get_closest_marker("over_stand_in"):
         metafunc.parametrize("link_below", LINKS, indirect=True)
 
 
 @pytest.fixture(autouse=True)
 def link_below(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Puts the CUDA link over the fake driver below the test's optimizers, in a run that fills its column."""
+    """Puts the CUDA link over the fake driver below the test's optimizers, in its second run."""
     from tests.support.over_stand_in import below, is_over_stand_in
 
     if not is_over_stand_in(request.node):

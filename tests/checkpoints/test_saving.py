@@ -22,12 +22,11 @@ from superoffload.checkpoints.safetensors import TensorFile
 from superoffload.engine.snapshot import ShardState, Snapshot
 from superoffload.errors import DiskError, StateError
 from tests.support.adamw_training import model_of, train
-from tests.support.compatibility import compat
 from tests.support.over_stand_in import only_over_stand_in
 from tests.support.saved_runs import Run, assert_same
 
 
-@compat("save, kill, resume: the same losses and bits as a run never stopped", "single", "stand_in")
+@pytest.mark.over_stand_in
 @only_over_stand_in(dtype=torch.bfloat16)
 @pytest.mark.parametrize(
     ("dtype", "state", "master", "background"),
@@ -62,7 +61,7 @@ def test_resume_is_bit_exact(dtype: torch.dtype, state: str, master: str, backgr
     straight.optimizer.close()
 
 
-@compat("a checkpoint in the middle of an accumulation window: that of the last finished step", "single", "stand_in")
+@pytest.mark.over_stand_in
 def test_saved_in_the_middle_of_a_window(tmp_path: Path) -> None:
     """What is saved is the last finished step; after a resume the window is run again from its beginning."""
     run = Run(0, torch.bfloat16)
@@ -131,7 +130,7 @@ def test_copies_of_resident_shards_count_until_they_are_written() -> None:
     assert snapshot.largest_extra == 120
 
 
-@compat("saved in the background while training goes on", "single", "stand_in")
+@pytest.mark.over_stand_in
 @pytest.mark.parametrize(("mode", "master"), [("always", "split"), ("never", "fp32")])
 def test_training_goes_on_while_a_checkpoint_is_written(
     mode: str, master: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -258,7 +257,7 @@ def test_what_cannot_be_started_leaves_nothing_to_wait_for(tmp_path: Path, monke
     run.optimizer.close()
 
 
-@compat("state of torch.optim.AdamW taken over, and given back", "single", "stand_in")
+@pytest.mark.over_stand_in
 @pytest.mark.parametrize("first", ["torch", "ours"])
 def test_checkpoints_fit_torchs_own_adamw(first: str, tmp_path: Path) -> None:
     """Saved by one, gone on with by the other: as one of them alone."""

@@ -16,7 +16,6 @@ import torch
 from superoffload import AdamW, checkpoints
 from tests.convergence.local_ranks import PRELOAD
 from tests.support.adamw_training import batch, model_of
-from tests.support.compatibility import compat
 from tests.support.fake_cuda import Fake
 from tests.support.over_stand_in import check_links, only_over_stand_in, over_stand_in
 
@@ -101,7 +100,7 @@ def check_what_is_left(root: Path) -> int:
     return newest
 
 
-@compat("killed while it saves: the checkpoint before loads", "single", "stand_in")
+@pytest.mark.over_stand_in
 @only_over_stand_in(background=False)
 @pytest.mark.parametrize("background", [False, True])
 def test_killed_at_every_call_to_the_system(background: bool, link_below: str, tmp_path: Path) -> None:

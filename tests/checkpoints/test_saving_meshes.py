@@ -14,7 +14,6 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from superoffload import AdamW, checkpoints
-from tests.support.compatibility import compat
 from tests.support.meshes import LAYOUTS, laid_out, loss_of, options_of, rows, whole, whole_model
 from tests.support.rank_processes import on_ranks
 
@@ -95,8 +94,6 @@ def load_alone(folder: str) -> Contents:
 DENSE = ["fsdp2 x tp2", "tp4", "hsdp2x1 x tp2"]
 
 
-@compat("save, kill, resume: the same losses and bits as a run never stopped", "mesh")
-@compat("saved by some ranks, loaded by another number of them", "mesh")
 @pytest.mark.parametrize("first", ["fsdp2 x tp2", "tp4"])
 def test_any_layout_loads_what_any_other_saved(first: str, tmp_path: Path) -> None:
     results = on_ranks(LAYOUTS[first].ranks, save, first, str(tmp_path), first == "tp4")
@@ -150,8 +147,6 @@ def load_by_torch(name: str, folder: str) -> Contents:
         return everything(model, optimizer)
 
 
-@compat("torch.distributed.checkpoint, with another number of ranks", "mesh")
-@compat("the model exported as safetensors for from_pretrained", "mesh")
 def test_torch_saves_and_loads_them_too(tmp_path: Path) -> None:
     first = "fsdp2 x tp2"
     saved, *_ = on_ranks(LAYOUTS[first].ranks, save_by_torch, first, str(tmp_path))

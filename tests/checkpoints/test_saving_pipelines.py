@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from superoffload import AdamW, checkpoints
-from tests.support.compatibility import Refusal, compat
 from tests.support.meshes import options_of, whole
 from tests.support.pipelines import WAYS, Pipeline, is_tied, whole_of
 from tests.support.rank_processes import on_ranks
+from tests.support.refusal import Refusal
 
 Contents = dict[str, Tensor]
 
@@ -61,8 +61,6 @@ def load_alone(way: str, folder: str) -> Contents:
         return everything(model.named_parameters(), optimizer)
 
 
-@compat("save, kill, resume: the same losses and bits as a run never stopped", "stages")
-@compat("saved by some ranks, loaded by another number of them", "stages")
 @pytest.mark.parametrize("first", ["pp2 x tp2", "pp2 x fsdp2 tied"])
 def test_stages_load_what_stages_saved(first: str, tmp_path: Path) -> None:
     results = on_ranks(WAYS[first], trained, first, str(tmp_path), True)
@@ -85,7 +83,7 @@ def export(way: str, folder: str) -> str:
     return str(refused.value)
 
 
-@compat("the model exported as safetensors for from_pretrained", "stages", refused="each rank has a part of it")
+@pytest.mark.refused("each rank has a part of it")
 def test_a_stage_is_not_exported_as_the_model(refusal: Refusal, tmp_path: Path) -> None:
     for error in on_ranks(2, export, "pp2", str(tmp_path / "weights")):
         refusal.check(error)

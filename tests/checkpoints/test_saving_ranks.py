@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from superoffload import AdamW, checkpoints
 from superoffload.checkpoints import leftovers
 from superoffload.checkpoints import part_files as parts
-from tests.support.compatibility import compat
-from tests.support.layouts import RANKS, layouts
+from tests.support.layouts import layouts
 from tests.support.over_stand_in import only_over_stand_in
 from tests.support.rank_processes import (
     Net,
@@ -88,15 +87,7 @@ def load(folder: str, way: str) -> State:
         return found
 
 
-@compat("saved by some ranks, loaded by another number of them", "fsdp2")
-@compat(
-    "saved by some ranks, loaded by another number of them",
-    "single",
-    "stand_in",
-    note="one process loads what ranks saved",
-)
-@compat("saved in the background while training goes on", "fsdp2")
-@compat("a checkpoint in the middle of an accumulation window: that of the last finished step", "fsdp2")
+@pytest.mark.over_stand_in
 @only_over_stand_in(first="fsdp2")
 @pytest.mark.parametrize(
     ("first", "background"),
@@ -118,11 +109,7 @@ def test_any_number_of_ranks_loads_what_any_saved(first: str, background: bool, 
         step(model, optimizer, 3)
 
 
-@layouts(
-    "saved in the background while training goes on",
-    "a checkpoint in the middle of an accumulation window: that of the last finished step",
-    columns=("mesh", "stages"),
-)
+@layouts("mesh", "stages")
 def test_saved_in_the_middle_of_a_window_on_a_mesh_and_in_stages(ranks: Any, tmp_path: Path) -> None:
     folder = str(tmp_path / "step-3")
     saved, found = ranks(2, save, folder, "fsdp2", True), ranks(2, load, folder, "fsdp2")
@@ -150,7 +137,7 @@ def one_cannot(folder: str) -> list[str]:
         return errors
 
 
-@layouts("a truncated, bit-flipped or foreign checkpoint", notes=dict.fromkeys(RANKS, "refused with the file's name"))
+@layouts()
 def test_what_one_rank_cannot_do_no_rank_does(ranks: Any, tmp_path: Path) -> None:
     for exists, extra, damaged in ranks(2, one_cannot, str(tmp_path)):
         assert "exists already" in exists and "extra" in extra
@@ -174,9 +161,7 @@ def saver_dies(folder: str) -> list[str]:
     return errors
 
 
-@layouts(
-    "killed while it saves: the checkpoint before loads", notes=dict.fromkeys(RANKS, "and the missing rank is named")
-)
+@layouts()
 def test_a_rank_that_does_not_write_is_named_and_nothing_is_left(ranks: Any, tmp_path: Path) -> None:
     (lost, told), (second, full), *_ = ranks(2, saver_dies, str(tmp_path / "a"))
     assert "RankError" in lost and "rank 1 has not written its part" in lost
@@ -269,7 +254,6 @@ def dcp_load(folder: str, way: str, flat: bool = False) -> list[State]:
     return found
 
 
-@compat("torch.distributed.checkpoint, with another number of ranks", "fsdp2")
 @pytest.mark.parametrize("way", ["fsdp2", "8-bit moments"])
 def test_torch_distributed_checkpoint(way: str, tmp_path: Path) -> None:
     (at_save, at_end), *_ = on_ranks(2, dcp_save, str(tmp_path), way)
@@ -280,11 +264,6 @@ def test_torch_distributed_checkpoint(way: str, tmp_path: Path) -> None:
         assert same(now, at_save)
 
 
-@compat(
-    "torch.distributed.checkpoint, with another number of ranks",
-    "stages",
-    note="with `flatten_optimizer_state_dict=True`; one process loads the model",
-)
 def test_torch_distributed_checkpoint_of_stages(tmp_path: Path) -> None:
     results = on_stages(2, dcp_save, str(tmp_path), "fsdp2", True)
     loaded = on_stages(2, dcp_load, str(tmp_path), "fsdp2", True)
@@ -324,22 +303,17 @@ def full_state(way: str, only: list[int] | None = None) -> list[bool]:
     return results
 
 
-@compat("get_optimizer_state_dict and set_optimizer_state_dict", "fsdp2")
 @pytest.mark.parametrize("way", ["fsdp2", "8-bit moments"])
 def test_optimizer_state_dict_functions(way: str) -> None:
     assert on_ranks(2, full_state, way) == [[True, True, True]] * 2
 
 
-@layouts(
-    "get_optimizer_state_dict and set_optimizer_state_dict",
-    columns=("mesh", "stages"),
-    notes={"mesh": "sharded; torch fails to spread full ones unevenly", "stages": "each stage has its own state"},
-)
+@layouts("mesh", "stages")
 def test_optimizer_state_dict_functions_on_a_mesh_and_in_stages(ranks: Any) -> None:
     assert all(found == [True] for found in ranks(2, full_state, "fsdp2", [2]))
 
 
-@compat("get_optimizer_state_dict and set_optimizer_state_dict", "single", "stand_in")
+@pytest.mark.over_stand_in
 def test_optimizer_state_dict_functions_in_one_process() -> None:
     model = net(torch.bfloat16)
     with optimizer_of(model) as optimizer:
@@ -353,7 +327,7 @@ def test_optimizer_state_dict_functions_in_one_process() -> None:
         assert optimizer.state_digests() == expected
 
 
-@compat("torch.distributed.checkpoint, with another number of ranks", "single", "stand_in")
+@pytest.mark.over_stand_in
 def test_torch_distributed_checkpoint_in_one_process(tmp_path: Path) -> None:
     model = net(torch.bfloat16)
     with optimizer_of(model) as optimizer:

@@ -16,7 +16,6 @@ from superoffload import AdamW, checkpoints
 from superoffload.checkpoints.safetensors import Entry, TensorFile
 from superoffload.errors import ArgumentError
 from tests.support.adamw_training import model_of
-from tests.support.compatibility import compat
 from tests.support.forged_checkpoints import with_state
 from tests.support.over_stand_in import only_over_stand_in
 from tests.support.saved_runs import TENSORS, Run, Tied, assert_same
@@ -62,7 +61,7 @@ def copy_of(folder: Path, target: Path) -> Path:
     return target
 
 
-@compat("a truncated, bit-flipped or foreign checkpoint", "single", "stand_in", note="refused with the file's name")
+@pytest.mark.over_stand_in
 @only_over_stand_in(damage=("truncated tensors", "flipped bit in a tensor", "another file"))
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_refused_by_name(damage: str, saved: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def both(case: Case, checked: bool) -> None:
     assert trained(case, "on_demand", mode, checked=checked) == trained(case, "eager", "never")
 
 
-@layouts("delivery on demand: the bits of eager delivery", columns=("mesh", "stages"))
+@layouts("mesh", "stages")
 def test_meshes_and_stages_have_the_bits_of_eager_delivery(ranks: Any) -> None:
     ranks(2, both, Case(), False)
 

@@ -20,12 +20,10 @@ from superoffload.integrations.fsdp2 import keep_reduced_gradients
 from superoffload.optimizer.packed_gradient import packed_in
 from tests.support import fsdp2_cases
 from tests.support.adamw_training import model_of
-from tests.support.compatibility import compat
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
 from tests.support.fp32_gradients import add_to_main_grad, by_kernels, needs_grad_dtype, parameters_of, precise_loss
 from tests.support.layouts import layouts
 from tests.support.link_runs import LATE
-from tests.support.micro_batches import ROW
 from tests.support.rank_processes import BF16, data_rank, error_of, flat_mesh, net, on_ranks, optimizer_of, shard
 
 from tests.support.rank_processes import tokens_of, whole  # isort: skip
@@ -93,7 +91,6 @@ def accumulated(synced: bool, kept: bool, mode: str, compares: bool) -> tuple[di
         return optimizer.state_digests(), optimizer.stats()["buckets_speculated"]
 
 
-@compat(ROW, "fsdp2")
 @needs_grad_dtype
 @pytest.mark.parametrize("synced", [True, False])
 def test_micro_batches_add_up_in_fp32_and_speculation_changes_nothing(synced: bool) -> None:
@@ -103,7 +100,7 @@ def test_micro_batches_add_up_in_fp32_and_speculation_changes_nothing(synced: bo
     assert all(one[1] > 0 for one in always)
 
 
-@layouts(ROW, columns=("mesh", "stages"))
+@layouts("mesh", "stages")
 @needs_grad_dtype
 def test_speculation_changes_nothing_on_a_mesh_and_in_stages(ranks: Any) -> None:
     always, never = (ranks(2, accumulated, True, False, mode, False) for mode in ("always", "never"))

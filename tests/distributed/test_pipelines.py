@@ -14,9 +14,8 @@ from superoffload import AdamW
 from superoffload.distributed.owners import OwnersTable
 from superoffload.distributed.roster import Listing, Roster
 from superoffload.errors import RankError
-from tests.support.compatibility import compat
 from tests.support.meshes import options_of
-from tests.support.pipelines import WAYS, Pipeline, is_tied, train, train_alone
+from tests.support.pipelines import WAYS, Pipeline, train, train_alone
 from tests.support.rank_faults import FAULTS
 from tests.support.rank_processes import error_of, on_ranks
 
@@ -25,10 +24,7 @@ def both_ways(way: str) -> list[Any]:
     return [train(way, speculation=mode) for mode in ("always", "never")]
 
 
-TIED = compat("tied parameters", "stages", note="across stages too")
-
-
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[TIED] if is_tied(way) else []) for way in WAYS])
+@pytest.mark.parametrize("way", WAYS)
 def test_it_trains_like_one_process(way: str) -> None:
     """Whatever is speculated. Sums over ranks are in another order, so the last bits differ."""
     alone, seen = train_alone(way), set()

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from tests.support.adamw_training import assert_trained_alike, batch, model_of
-from tests.support.compatibility import compat
-from tests.support.over_stand_in import SLOWER
 
 Make = Callable[[Any], Any]
 MAKERS: dict[str, Make] = {
@@ -44,8 +42,7 @@ def accelerator_of(**options: Any) -> Any:
     return accelerate.Accelerator(cpu=True, **options)
 
 
-@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "single")
-@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "stand_in", note=SLOWER)
+@pytest.mark.over_stand_in(brings_back="always")
 def test_accelerate(tmp_path: Path) -> None:
     """Accumulation, clipping by Accelerate, a scheduler; saved, and loaded a few steps later."""
 
@@ -156,8 +153,7 @@ def lightning_trainer(lightning: Any, folder: Path, **options: Any) -> Any:
     )  # fmt: skip
 
 
-@compat("Lightning: automatic and manual optimization", "single")
-@compat("Lightning: automatic and manual optimization", "stand_in", note=SLOWER)
+@pytest.mark.over_stand_in(brings_back="always")
 @pytest.mark.parametrize(
     ("automatic", "precision"),
     [(True, "32-true"), (False, "bf16-mixed"), (True, "16-mixed")],
@@ -181,7 +177,6 @@ def test_lightning(automatic: bool, precision: Any, tmp_path: Path) -> None:
     compare(train)
 
 
-@compat("Lightning: automatic and manual optimization", "single")
 def test_lightning_checkpoint(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
     seeds: Any = torch.utils.data.DataLoader(torch.arange(8), batch_size=1)  # type: ignore[arg-type]
@@ -197,7 +192,7 @@ def test_lightning_checkpoint(tmp_path: Path) -> None:
     assert digests[0] == digests[1]
 
 
-@compat("PEFT: LoRA adapters", "single", "stand_in")
+@pytest.mark.over_stand_in
 def test_lora(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
 

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW, checkpoints
 from tests.support.accelerate_on_cpu import on_the_cpu
-from tests.support.compatibility import Refusal, compat
-from tests.support.layouts import RANKS, layouts
+from tests.support.layouts import layouts
 from tests.support.optional_packages import needs
 from tests.support.rank_processes import (
     Stage,
@@ -34,12 +33,11 @@ from tests.support.rank_processes import (
     tokens_of,
     wholes_of,
 )
+from tests.support.refusal import Refusal
 
 pytestmark = pytest.mark.in_turn("frameworks fsdp2")
 
 SHARDED = ("fsdp2", "mesh")
-GENERATING = "TRL's GRPOTrainer and RLOOTrainer"
-OF_TRL = needs("transformers", "accelerate", "trl", "datasets")
 
 
 def loss_of(model: Any, seed: int) -> Tensor:
@@ -171,23 +169,19 @@ def compared(framework: str, folder: str) -> bool:
 
 
 @needs("accelerate")
-@layouts(
-    "Accelerate: prepare, accumulate, clip_grad_norm_",
-    columns=SHARDED,
-    notes={"mesh": "if tensor parallelism is applied before `prepare()`"},
-)
+@layouts(*SHARDED)
 def test_accelerate(ranks: Any) -> None:
     assert all(ranks(2, compared, "Accelerate", ""))
 
 
 @needs("peft")
-@layouts("PEFT: LoRA adapters", notes={"mesh": "if added before tensor parallelism"})
+@layouts()
 def test_lora(ranks: Any) -> None:
     assert all(ranks(2, compared, "PEFT", ""))
 
 
 @needs("lightning")
-@layouts("Lightning: automatic and manual optimization", notes=dict.fromkeys(RANKS, "with ModelParallelStrategy"))
+@layouts()
 def test_lightning(ranks: Any, tmp_path: Path) -> None:
     assert all(ranks(2, compared, "Lightning", str(tmp_path)))
 
@@ -253,11 +247,7 @@ def resumed(folder: str) -> Any:
 
 
 @needs("transformers", "accelerate")
-@layouts(
-    "Hugging Face Trainer, and its resume",
-    columns=SHARDED,
-    notes={"mesh": "of a model with `distributed_config`; Transformers itself refuses to resume it"},
-)
+@layouts(*SHARDED)
 def test_trainer(ranks: Any, tmp_path: Path) -> None:
     check_trained("Trainer", ranks, tmp_path)
     for found in ranks(2, resumed, str(tmp_path)):
@@ -266,12 +256,11 @@ def test_trainer(ranks: Any, tmp_path: Path) -> None:
 
 
 @OF_TRL
-@layouts("TRL's SFTTrainer", columns=SHARDED, notes={"mesh": "of a model with `distributed_config`"})
+@layouts(*SHARDED)
 def test_sft_trainer(ranks: Any, tmp_path: Path) -> None:
     check_trained("SFT", ranks, tmp_path)
 
 
-@compat(GENERATING, "fsdp2")
 @OF_TRL
 def test_trainers_that_generate(tmp_path: Path) -> None:
     for always, never, (theirs, _) in on_ranks(2, trained_in_modes, "GRPO", str(tmp_path)):
@@ -284,12 +273,7 @@ def refused_by_trl(folder: str) -> str:
     return error_of(lambda: trained("GRPO", folder, "always"))
 
 
-@compat(
-    GENERATING,
-    "mesh",
-    refused="its gradient differs from that of rank 0",
-    note="as TRL draws other tokens on each of the ranks that share a matrix",
-)
+@pytest.mark.refused("its gradient differs from that of rank 0")
 @OF_TRL
 def test_tokens_that_differ_where_matrices_are_shared(refusal: Refusal, tmp_path: Path) -> None:
     for error in on_mesh(2, refused_by_trl, str(tmp_path)):
@@ -329,10 +313,6 @@ def both_ways(folder: str) -> list[bool]:
         return [*same, all(torch.equal(reader.tensor(name), p) for name, p in whole.named_parameters())]
 
 
-@layouts(
-    "state of torch.optim.AdamW taken over, and given back",
-    "the model exported as safetensors for from_pretrained",
-    columns=SHARDED,
-)
+@layouts(*SHARDED)
 def test_torchs_state_and_exported_weights(ranks: Any, tmp_path: Path) -> None:
     assert all(all(found) for found in ranks(2, both_ways, str(tmp_path)))

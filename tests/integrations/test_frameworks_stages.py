@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.compatibility import Refusal, compat
 from tests.support.optional_packages import needs
 from tests.support.rank_processes import error_of, flat_mesh, net, on_ranks, on_stages, optimizer_of, shard, tokens_of
+from tests.support.refusal import Refusal
 
 NOT_DDP = "DDP expects same model across all ranks"
-GENERATING = "TRL's GRPOTrainer and RLOOTrainer"
 NOT_NAMED = "Different parameters of one model need different names"
 
 
@@ -36,7 +35,6 @@ def both_ways_in_a_stage() -> bool:
     return bool(given) and all(torch.equal(given[i][key], expected[i][key]) for i in expected for key in kinds)
 
 
-@compat("state of torch.optim.AdamW taken over, and given back", "stages")
 def test_torchs_state_of_stages() -> None:
     assert on_stages(2, both_ways_in_a_stage) == [True, True]
 
@@ -66,18 +64,18 @@ def unequal_stages(framework: str, folder: str) -> str:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def refused_row(framework: str, row: str, error: str, *packages: str) -> Any:
-    marks = [compat(row, "stages", refused=error), needs("transformers", "accelerate", *packages)]
+def refused_row(framework: str, error: str, *packages: str) -> Any:
+    marks = [pytest.mark.refused(error), needs("transformers", "accelerate", *packages)]
     return pytest.param(framework, marks=marks, id=framework)
 
 
 @pytest.mark.parametrize(
     "framework",
     [
-        refused_row("Accelerate", "Accelerate: prepare, accumulate, clip_grad_norm_", NOT_DDP),
-        refused_row("Trainer", "Hugging Face Trainer, and its resume", NOT_NAMED),
-        refused_row("SFT", "TRL's SFTTrainer", NOT_NAMED, "trl", "datasets"),
-        refused_row("GRPO", GENERATING, NOT_NAMED, "trl", "datasets"),
+        refused_row("Accelerate", NOT_DDP),
+        refused_row("Trainer", NOT_NAMED),
+        refused_row("SFT", NOT_NAMED, "trl", "datasets"),
+        refused_row("GRPO", NOT_NAMED, "trl", "datasets"),
     ],
 )
 def test_what_knows_no_stages_refuses_them(framework: str, refusal: Refusal, tmp_path: Path) -> None:

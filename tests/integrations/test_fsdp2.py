@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW
-from tests.support.compatibility import compat
 from tests.support.fsdp2_cases import STEPS, Case, build, train
 from tests.support.rank_processes import BF16, error_of, flat_mesh, net, on_ranks, optimizer_of, shard, wholes_of
 from tests.support.saved_ranks import step
@@ -60,7 +59,6 @@ def run_case(case: Case) -> dict[str, Any]:
     return found
 
 
-@compat("delivery on demand: the bits of eager delivery", "fsdp2")
 @pytest.mark.parametrize("name", CASES)
 def test_speculation_and_delivery_change_nothing(name: str) -> None:
     count, case = CASES[name]
@@ -114,7 +112,6 @@ def checkpoint() -> list[bool]:
     return same
 
 
-@compat("save, kill, resume: the same losses and bits as a run never stopped", "fsdp2")
 def test_checkpoints_continue_bit_exactly() -> None:
     assert on_ranks(2, checkpoint) == [[True, True, True]] * 2
 

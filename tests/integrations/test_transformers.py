@@ -14,7 +14,6 @@ from superoffload import AdamW, checkpoints
 from superoffload.errors import ArgumentError
 from superoffload.metrics import PER_STEP, TOTALS
 from tests.support.checkout import ROOT
-from tests.support.compatibility import compat
 from tests.support.hugging_face import NEEDS, Counting, end, logs_of, model_of, trainer_of, transformers
 from tests.support.optional_packages import needs
 from tests.support.over_stand_in import only_over_stand_in
@@ -43,7 +42,7 @@ def check_curves(runs: dict[str | None, Any]) -> None:
     assert end(runs["always"]) == end(runs["never"])
 
 
-@compat("Hugging Face Trainer, and its resume", "single", "stand_in")
+@pytest.mark.over_stand_in
 @only_over_stand_in(family="llama")
 @pytest.mark.parametrize("family", ["llama", "qwen"])
 def test_trainer(family: str, tmp_path: Path) -> None:
@@ -55,7 +54,7 @@ def test_trainer(family: str, tmp_path: Path) -> None:
     check_curves(runs)
 
 
-@compat("TRL's SFTTrainer", "single", "stand_in")
+@pytest.mark.over_stand_in
 @needs("trl", "datasets")
 def test_sft_trainer(tmp_path: Path) -> None:
     runs: dict[str | None, Any] = {}
@@ -143,7 +142,7 @@ def test_counters_go_on_after_a_resume(before: str, tmp_path: Path) -> None:
     end(again)
 
 
-@compat("Hugging Face Trainer, and its resume", "single", "stand_in")
+@pytest.mark.over_stand_in
 def test_resume(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 3}
     straight = trainer_of(tmp_path, model_of(dtype=torch.bfloat16), "always", max_steps=6, **saving)
@@ -189,7 +188,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
-@compat("the model exported as safetensors for from_pretrained", "single", "stand_in")
+@pytest.mark.over_stand_in
 @only_over_stand_in(family="llama", masters=True)
 @pytest.mark.parametrize(("family", "masters"), [("llama", True), ("qwen", False)])
 def test_from_pretrained_loads_what_was_exported(family: str, masters: bool, tmp_path: Path) -> None:

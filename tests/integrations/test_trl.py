@@ -11,7 +11,6 @@ import torch
 
 from superoffload import AdamW
 from superoffload.errors import ArgumentError
-from tests.support.compatibility import compat
 from tests.support.hugging_face import NEEDS, end, logs_of, model_of, trainer_of, transformers
 from tests.support.optional_packages import needs
 from tests.support.over_stand_in import only_over_stand_in
@@ -31,7 +30,7 @@ def offloaded(trainer: Any, **options: Any) -> Any:
     return trainer
 
 
-@compat("TRL's GRPOTrainer and RLOOTrainer", "single", "stand_in")
+@pytest.mark.over_stand_in
 @only_over_stand_in(kind="GRPO")
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 def test_the_same_bits_asleep_or_awake_and_trls_own_losses(kind: str, tmp_path: Path) -> None:

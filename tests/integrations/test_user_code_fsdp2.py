@@ -16,7 +16,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from superoffload import AdamW
 from tests.support import fsdp2_loops as loops
 from tests.support.adamw_training import TorchAdamW
-from tests.support.compatibility import Refusal, compat
 from tests.support.fsdp2_loops import STEPS, Scenario, backward, train
 from tests.support.layouts import RANKS, layouts
 from tests.support.rank_processes import (
@@ -30,31 +29,30 @@ from tests.support.rank_processes import (
     whole,
     wholes_of,
 )
+from tests.support.refusal import Refusal
 
-WRITTEN = "parameters written by the user (load_state_dict, clamp, re-initialization)"
-# rows that each scenario shows, options
-BATTERY: dict[Scenario, tuple[list[str], dict[str, Any]]] = {
-    loops.checkpointed: (["activation checkpointing"], {"checkpointing": True}),
-    loops.tied: (["tied parameters"], {"tied": True}),
-    loops.loss_scaling: (["plain loss scaling: scaled loss, gradients divided before step()"], {}),
-    loops.accumulation: (["gradient accumulation"], {}),
-    loops.accumulate: (["gradient accumulation with accumulate()"], {}),
-    loops.clip_norm: (["clip_grad_norm_ by the user after backward"], {}),
-    loops.clip_value: (["clip_grad_value_ by the user after backward"], {}),
-    loops.edited: (["gradients edited, replaced or removed before step()"], {}),
-    loops.zeroing: (["zero_grad(set_to_none=True or False)"], {}),
-    loops.without_gradients: (["a step with some or no gradients"], {}),
-    loops.freezing: (["parameters frozen and unfrozen mid-run"], {}),
-    loops.writes: ([WRITTEN], {}),
-    loops.listed_writes: ([WRITTEN], {}),
-    loops.closure: (["closure"], {}),
-    loops.hooks: (["optimizer hooks (register_step_pre_hook and its kin)"], {}),
-    loops.parameter_hooks: (["hooks of parameters that change or read gradients"], {}),
-    loops.averages: (["EMA and SWA, averages swapped in"], {}),
-    loops.schedulers: (["every scheduler of torch.optim.lr_scheduler", "lr changed between backward and step()"], {}),
-    loops.add_group: (["add_param_group at any time"], {"without_head": True}),
-    loops.autocast: (["autocast"], {"tolerance": 5e-4}),
-    loops.scaler: (["GradScaler"], {"tolerance": 2e-5}),
+BATTERY: dict[Scenario, dict[str, Any]] = {  # and options
+    loops.checkpointed: {"checkpointing": True},
+    loops.tied: {"tied": True},
+    loops.loss_scaling: {},
+    loops.accumulation: {},
+    loops.accumulate: {},
+    loops.clip_norm: {},
+    loops.clip_value: {},
+    loops.edited: {},
+    loops.zeroing: {},
+    loops.without_gradients: {},
+    loops.freezing: {},
+    loops.writes: {},
+    loops.listed_writes: {},
+    loops.closure: {},
+    loops.hooks: {},
+    loops.parameter_hooks: {},
+    loops.averages: {},
+    loops.schedulers: {},
+    loops.add_group: {"without_head": True},
+    loops.autocast: {"tolerance": 5e-4},
+    loops.scaler: {"tolerance": 2e-5},
 }
 
 
@@ -103,22 +101,12 @@ def compare(scenario: Scenario, *, tolerance: float = 3e-6, ranks: Any = on_rank
             assert stats["buckets_undone"] == 0 < stats["buckets_speculated"]
 
 
-def note(scenario: Scenario, column: str) -> str:
-    return "by the norm of each stage, as with torch" if (scenario, column) == (loops.clip_norm, "stages") else ""
-
-
 @pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("scenario", "ranks", "options"),
     [
-        pytest.param(
-            scenario,
-            ranks,
-            options,
-            id=f"{scenario.__name__}-{column}",
-            marks=[compat(row, column, note=note(scenario, column)) for row in rows],
-        )
-        for scenario, (rows, options) in BATTERY.items()
+        pytest.param(scenario, ranks, options, id=f"{scenario.__name__}-{column}")
+        for scenario, options in BATTERY.items()
         for column, ranks in RANKS.items()
     ],
 )
@@ -126,7 +114,6 @@ def test_as_torch(scenario: Scenario, ranks: Any, options: dict[str, Any]) -> No
     compare(scenario, ranks=ranks, **options)
 
 
-@compat("clip_grad_norm_ by the user after backward", "fsdp2")
 def test_clipping_twice() -> None:
     """By the user, and by max_grad_norm."""
     compare(loops.clip_norm, max_grad_norm=0.02)
@@ -159,7 +146,7 @@ def several() -> list[bool]:
     ]
 
 
-@layouts("several optimizers on one model")
+@layouts()
 def test_several_optimizers(ranks: Any) -> None:
     assert all(found == [True, True] for found in ranks(2, several))
 
@@ -170,10 +157,7 @@ def copies() -> list[str]:
         return [error_of(lambda: copy.deepcopy(optimizer)), error_of(lambda: pickle.dumps(optimizer))]
 
 
-@layouts(
-    "copy.deepcopy and pickle of the optimizer",
-    refused="an optimizer with worker threads cannot be copied or pickled; save its state_dict() instead",
-)
+@layouts(refused="an optimizer with worker threads cannot be copied or pickled; save its state_dict() instead")
 def test_copies_of_the_optimizer(ranks: Any, refusal: Refusal) -> None:
     for errors in ranks(2, copies):
         for error in errors:
@@ -232,28 +216,19 @@ def error_of_odd(name: str) -> str:
 
 SCALAR = "fully_shard doesn't support scalar parameters"
 TRANSPOSED = "FSDP does not support non-contiguous parameters yet"
-# name, row, what torch itself says of it where it is sharded, note of stages
-ODD_ROWS = [
-    ("empty", "zero-size parameters", None, ""),
-    ("mixed", "mixed float32, bfloat16 and float16 parameters", None, ""),
-    ("scalar", "scalar parameters", SCALAR, ""),
-    ("transposed", "non-contiguous parameters", TRANSPOSED, "dense ones"),
-]
+# name, what torch itself says of it where it is sharded
+ODD_ROWS = [("empty", None), ("mixed", None), ("scalar", SCALAR), ("transposed", TRANSPOSED)]
 
 
-def odd_case(name: str, row: str, error: str | None, note: str, column: str) -> Any:
+def odd_case(name: str, error: str | None, column: str) -> Any:
     refused = None if column == "stages" else error
-    mark = compat(row, column, refused=refused, note=note if column == "stages" else "")
-    return pytest.param(RANKS[column], name, refused is not None, id=f"{name}-{column}", marks=mark)
+    return pytest.param(RANKS[column], name, refused, id=f"{name}-{column}")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "name", "is_refused"), [odd_case(*row, column) for row in ODD_ROWS for column in RANKS]
-)
-def test_odd_parameters(ranks: Any, name: str, is_refused: bool, refusal: Refusal) -> None:
-    if is_refused:
-        for error in ranks(2, error_of_odd, name):
-            refusal.check(error)
+@pytest.mark.parametrize(("ranks", "name", "refused"), [odd_case(*row, column) for row in ODD_ROWS for column in RANKS])
+def test_odd_parameters(ranks: Any, name: str, refused: str | None) -> None:
+    if refused:
+        assert all(refused in error for error in ranks(2, error_of_odd, name))
     else:
         for always, never in ranks(2, odd, name):
             assert always == never
@@ -278,7 +253,7 @@ def masters() -> list[bool]:
         return [all(same), "head.weight" in error or "rank 1 failed" in error]
 
 
-@layouts("a model loaded as float32 and converted to bfloat16; masters keep the float32 bits")
+@layouts()
 def test_masters_keep_the_float32_bits(ranks: Any) -> None:
     assert all(found == [True, True] for found in ranks(2, masters))
 

@@ -22,7 +22,6 @@ from superoffload.optimizer import grad_dtypes
 from superoffload.optimizer.fp32_accumulation import check_fp32_sums
 from tests.support.adamw_training import batch, check_counters, model_of
 from tests.support.checkout import ROOT
-from tests.support.compatibility import compat
 from tests.support.fp32_gradients import (
     as_it_is,
     declared,
@@ -33,8 +32,7 @@ from tests.support.fp32_gradients import (
     trained,
     with_main_grad,
 )
-from tests.support.micro_batches import ROW, Window, accelerated, loop, losses_of, summed, told, train_windows
-from tests.support.over_stand_in import SOMETIMES_SLOWER
+from tests.support.micro_batches import Window, accelerated, loop, losses_of, summed, told, train_windows
 
 
 @needs_grad_dtype
@@ -51,8 +49,7 @@ def test_the_bits_of_sums_that_torch_makes_in_fp32(dtype: torch.dtype, window: W
     assert rounded["master"] != expected["master"], "these sums are none that the parameters' dtype could hold"
 
 
-@compat(ROW, "single")
-@compat(ROW, "stand_in", note=SOMETIMES_SLOWER)
+@pytest.mark.over_stand_in(brings_back="sometimes")
 @needs_grad_dtype
 @pytest.mark.parametrize(("window", "clip"), [(loop, False), (told, True)])
 def test_gradients_are_in_fp32_and_can_be_clipped(window: Window, clip: bool) -> None:
@@ -78,7 +75,6 @@ def test_gradients_are_in_fp32_and_can_be_clipped(window: Window, clip: bool) ->
         assert found.state_digests() == expected.state_digests()
 
 
-@compat(ROW, "single")
 @needs_grad_dtype
 def test_windows_of_accelerate() -> None:
     def by_hand(model: nn.Module, optimizer: Any) -> None:

@@ -21,7 +21,6 @@ from tests.support.adamw_training import (
     model_of,
     train,
 )
-from tests.support.compatibility import compat
 from tests.support.engine_rig import to_numpy
 from tests.support.reference.trainer import Group, Parameter, Trainer
 
@@ -114,7 +113,7 @@ def test_whole_runs_have_the_references_bits(dtype: torch.dtype, mode: str) -> N
         assert optimizer.stats()["skipped_steps"] == 1
 
 
-@compat("a step with some or no gradients", "single", "stand_in")
+@pytest.mark.over_stand_in
 def test_step_without_any_gradient_does_nothing() -> None:
     model = model_of()
     with AdamW(model.parameters()) as optimizer:
@@ -129,7 +128,7 @@ def test_step_without_any_gradient_does_nothing() -> None:
         assert optimizer.stats()["steps"] == 1 and optimizer.state_digests() != before
 
 
-@compat("closure", "single", "stand_in")
+@pytest.mark.over_stand_in
 def test_closure() -> None:
     losses = []
 

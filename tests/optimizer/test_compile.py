@@ -11,7 +11,6 @@ from torch import nn
 
 from superoffload import AdamW
 from tests.support.adamw_training import model_of, weights
-from tests.support.compatibility import compat
 from tests.support.layouts import layouts
 from tests.support.rank_processes import data_rank, flat_mesh, net, on_mesh, optimizer_of, shard, tokens_of, wholes_of
 
@@ -43,7 +42,7 @@ def targets(step: int) -> torch.Tensor:
 
 
 @needs_compiler
-@compat("torch.compile of the model: as eager, and speculative = synchronous to the bit", "single", "stand_in")
+@pytest.mark.over_stand_in
 def test_one_process() -> None:
     compiled = {mode: train(mode, compiled=True) for mode in ("always", "never")}
     model, losses, digests = compiled["always"]
@@ -73,10 +72,7 @@ def on_sharded(mode: str, backend: str | None) -> tuple[dict[str, str], list[flo
 
 
 @needs_compiler
-@layouts(
-    "torch.compile of the model: as eager, and speculative = synchronous to the bit",
-    notes={"mesh": "backend aot_eager"},
-)
+@layouts()
 def test_ranks(ranks: Any) -> None:
     backend = "aot_eager" if ranks is on_mesh else "inductor"  # which takes half a minute there
     always, never = (ranks(2, on_sharded, mode, backend) for mode in ("always", "never"))

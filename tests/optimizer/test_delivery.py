@@ -9,9 +9,7 @@ import torch
 
 from superoffload import AdamW
 from superoffload.errors import ArgumentError
-from tests.support.compatibility import compat
 from tests.support.delivery_loops import STEPS, Loop, compare, loss_of, odd, plain, plain_step
-from tests.support.over_stand_in import SOMETIMES_SLOWER
 
 
 def evaluating(model: Any, optimizer: AdamW, seen: list[Any]) -> None:
@@ -51,8 +49,7 @@ def saving(model: Any, optimizer: AdamW, seen: list[Any]) -> None:
 LOOPS = [evaluating, partly_used, recomputing, saving]
 
 
-@compat("delivery on demand: the bits of eager delivery", "single")
-@compat("delivery on demand: the bits of eager delivery", "stand_in", note=SOMETIMES_SLOWER)
+@pytest.mark.over_stand_in(brings_back="sometimes")
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_loops(loop: Loop) -> None:
     compare(loop)

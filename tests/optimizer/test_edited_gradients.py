@@ -16,15 +16,13 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from tests.support.adamw_training import Optimizer, batch, check_counters, check_scenario, grads_of, model_of, train
 from tests.support.checkout import ROOT
-from tests.support.compatibility import compat
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device
-from tests.support.over_stand_in import SOMETIMES_SLOWER
 from tests.support.rank_processes import flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
 
 Zeroing = Callable[[Any, Any], object]  # of a model and its optimizer
 
 
-@compat("zero_grad(set_to_none=True or False)", "single", "stand_in")
+@pytest.mark.over_stand_in
 @pytest.mark.parametrize(
     "zero",
     [
@@ -48,10 +46,7 @@ def test_gradients_dropped_between_backward_and_step(zero: Zeroing) -> None:
     check_scenario(scenario)
 
 
-@compat("clip_grad_value_ by the user after backward", "single")
-@compat("clip_grad_value_ by the user after backward", "stand_in", note=SOMETIMES_SLOWER)
-@compat("gradients edited, replaced or removed before step()", "single")
-@compat("gradients edited, replaced or removed before step()", "stand_in", note=SOMETIMES_SLOWER)
+@pytest.mark.over_stand_in(brings_back="sometimes")
 @pytest.mark.parametrize(
     "edit",
     [

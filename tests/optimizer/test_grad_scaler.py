@@ -10,12 +10,9 @@ from torch import nn
 
 from superoffload import AdamW
 from tests.support.adamw_training import Optimizer, batch, check_scenario, grads_of, model_of, nothing_shows
-from tests.support.compatibility import compat
-from tests.support.over_stand_in import SLOWER
 
 
-@compat("GradScaler", "single")
-@compat("GradScaler", "stand_in", note=SLOWER)
+@pytest.mark.over_stand_in(brings_back="always")
 @pytest.mark.parametrize(("unscale_by_hand", "max_grad_norm"), [(False, None), (True, 0.5)])
 def test_grad_scaler(unscale_by_hand: bool, max_grad_norm: float | None) -> None:
     """Its unscale_() edits gradients without a trace in their version counters."""

@@ -16,10 +16,9 @@ from tests.support.adamw_training import (
     model_of,
     train,
 )
-from tests.support.compatibility import compat
 
 
-@compat("add_param_group at any time", "single", "stand_in")
+@pytest.mark.over_stand_in
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_add_param_group_in_the_middle_of_a_run(in_flight: bool) -> None:
     """In flight: between backward and step(); the new parameters already have gradients."""

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from superoffload import AdamW, CPUAdamW, checkpoints
 from superoffload.engine.speculation_schedule import MODES
 from superoffload.errors import ArgumentError, RankError, StateError
-from tests.support.compatibility import compat
 from tests.support.rank_processes import on_ranks
 
 LAST = torch.channels_last
@@ -87,7 +86,7 @@ def test_others_are_refused() -> None:
                 made([nn.Parameter(tensor)])
 
 
-@compat("non-contiguous parameters", "single", "stand_in", note="dense ones")
+@pytest.mark.over_stand_in
 @pytest.mark.parametrize(
     ("strides", "dtype", "state_dtype"),
     [("own", torch.float32, "bf16"), ("contiguous", torch.bfloat16, "fp32"), ("another", torch.float16, "bf16")],

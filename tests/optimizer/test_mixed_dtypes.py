@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from superoffload.engine.speculation_schedule import MODES
 from tests.support.adamw_training import Mixed, batch, model_of
-from tests.support.compatibility import compat
 
 
 class Masters:
@@ -46,7 +45,7 @@ def mixed_step(model: nn.Module, optimizer: Any, seed: int) -> None:
     optimizer.step()
 
 
-@compat("mixed float32, bfloat16 and float16 parameters", "single", "stand_in")
+@pytest.mark.over_stand_in
 def test_mixed_dtypes() -> None:
     digests = []
     for mode in MODES:
@@ -65,7 +64,7 @@ def test_mixed_dtypes() -> None:
         torch.testing.assert_close(ours, other, rtol=0, atol=1e-4)  # a wrong step is off by 1e-3
 
 
-@compat("a model loaded as float32 and converted to bfloat16; masters keep the float32 bits", "single", "stand_in")
+@pytest.mark.over_stand_in
 @pytest.mark.parametrize("keep", ["by name", "by names of the groups", "in order"])
 def test_masters_keep_the_float32_bits(keep: str) -> None:
     model = model_of()

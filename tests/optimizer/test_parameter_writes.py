@@ -11,7 +11,6 @@ from torch import nn
 
 from superoffload import AdamW
 from tests.support.adamw_training import Optimizer, batch, check_scenario, model_of, train
-from tests.support.compatibility import compat
 
 
 def load_weights(model: nn.Module) -> None:
@@ -19,7 +18,7 @@ def load_weights(model: nn.Module) -> None:
     model.load_state_dict(other.state_dict())
 
 
-@compat("parameters written by the user (load_state_dict, clamp, re-initialization)", "single", "stand_in")
+@pytest.mark.over_stand_in
 @pytest.mark.parametrize(
     ("write", "in_flight"),
     [

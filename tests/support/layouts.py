@@ -1,24 +1,17 @@
-"""Ways to lay a model over ranks, each of them a column of docs/compatibility.md."""
+"""Ways to lay a model over ranks."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support.compatibility import compat
 from tests.support.rank_processes import on_mesh, on_ranks, on_stages
 
 RANKS = {"fsdp2": on_ranks, "mesh": on_mesh, "stages": on_stages}
 
 
-def layouts(
-    *rows: str, columns: tuple[str, ...] = tuple(RANKS), notes: dict[str, str] | None = None, refused: str | None = None
-) -> pytest.MarkDecorator:
-    """Runs a test once per column, with its ``ranks``. ``notes``, of columns, and ``refused``: as for ``compat``."""
-    notes = notes or {}
-
-    def marks(column: str) -> list[pytest.MarkDecorator]:
-        return [compat(row, column, note=notes.get(column, ""), refused=refused) for row in rows]
-
+def layouts(*names: str, refused: str | None = None) -> pytest.MarkDecorator:
+    """Runs a test once per layout (default: all), with its ``ranks``. ``refused``: as the mark of that name."""
+    marks = [] if refused is None else [pytest.mark.refused(refused)]
     return pytest.mark.parametrize(
-        "ranks", [pytest.param(RANKS[column], id=column, marks=marks(column)) for column in columns]
+        "ranks", [pytest.param(RANKS[name], id=name, marks=marks) for name in names or RANKS]
     )

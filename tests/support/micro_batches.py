@@ -13,7 +13,6 @@ from superoffload import AdamW
 from tests.support.adamw_training import batch
 
 WINDOWS = (3, 1, 5, 2)  # micro-batches of each step
-ROW = "gradient accumulation in fp32 of bfloat16 and float16 parameters (accumulate_dtype)"
 Window = Callable[[AdamW, Iterable[Tensor]], None]
 
 

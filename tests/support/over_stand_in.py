@@ -26,9 +26,6 @@ import pytest
 if TYPE_CHECKING:  # the kernel tests also run where only NumPy is installed
     from tests.support.fake_cuda import Fake, LateLink
 
-COLUMN = "stand_in"
-SLOWER = "slower: gradients are brought back"
-SOMETIMES_SLOWER = "slower where gradients are brought back"
 LINKS = [
     pytest.param("host", id=getattr(pytest, "HIDDEN_PARAM", "host")),  # no name from pytest 8.4 on
     pytest.param("stand-in", id="stand-in", marks=pytest.mark.filterwarnings("ignore:superoffload. .* needed again")),
@@ -44,10 +41,6 @@ class Used:
 
 
 USED = pytest.StashKey[Used]()
-
-
-def shows_stand_in(item: Any) -> bool:
-    return any(COLUMN in mark.args[1:] for mark in item.iter_markers("compat"))
 
 
 def is_over_stand_in(item: Any) -> bool:
@@ -115,12 +108,13 @@ def check_used(item: pytest.Item) -> None:
         return
     used = item.stash[USED]
     check_links(used.links)
-    notes = {mark.kwargs["note"] for mark in item.iter_markers("compat") if COLUMN in mark.args}
-    if SLOWER in notes:
-        assert used.brought_back, f"no gradient was brought back, so the cell must not say {SLOWER!r}"
-    elif SOMETIMES_SLOWER not in notes and not item.path.name.startswith("test_saving"):
+    mark = item.get_closest_marker("over_stand_in")
+    brings_back = "" if mark is None else mark.kwargs.get("brings_back", "")
+    if brings_back == "always":
+        assert used.brought_back, "no gradient was brought back, so the mark must not say it"
+    elif not brings_back and not item.path.name.startswith("test_saving"):
         from_where = "".join(used.brought_back[:1])
-        assert not used.brought_back, f"gradients were brought back, and no note of the cell says so:\n{from_where}"
+        assert not used.brought_back, f"gradients were brought back, and the mark does not say so:\n{from_where}"
 
 
 def check_links(links: list[LateLink]) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.compatibility import compat
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import SCENARIOS, WAYS, compare
 
@@ -48,17 +47,6 @@ def _check_rank(found: dict[str, Any], *, growing: bool) -> None:
         assert found[way]["digests"] == found["ours"]["digests"], way
 
 
-@compat(
-    "plain loss scaling: scaled loss, gradients divided before step()", "deepspeed", note="`loss_scale` in the JSON"
-)
-@compat("delivery on demand: the bits of eager delivery", "deepspeed")
-@compat("gradient accumulation", "deepspeed")
-@compat("gradient accumulation with accumulate()", "deepspeed", note="as `gradient_accumulation_steps`")
-@compat(
-    "gradient accumulation in fp32 of bfloat16 and float16 parameters (accumulate_dtype)",
-    "deepspeed",
-    note='`"data_types": {"grad_accum_dtype": "fp32"}` in the JSON',
-)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_stock_and_ours_agree(name: str, two_ranks: Ranks) -> None:
     if not SETTLED and (SCENARIOS[name].poison or name == "unmanaged accumulation"):

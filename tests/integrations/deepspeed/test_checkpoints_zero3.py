@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.compatibility import compat
 from tests.support.deepspeed.checkpoint_runs import (
     SCENARIOS,
     load_and_train,
@@ -21,8 +20,6 @@ from tests.support.deepspeed.scenarios import FORMS, WAYS, Scenario, distance
 from tests.support.deepspeed.training import end, masters
 
 
-@compat("save, kill, resume: the same losses and bits as a run never stopped", "deepspeed")
-@compat("a checkpoint in the middle of an accumulation window: that of the last finished step", "deepspeed")
 @pytest.mark.parametrize(
     ("scenario", "way", "form", "saved"),
     [
@@ -41,7 +38,6 @@ def test_resume_is_bit_exact(scenario: str, way: str, form: str, saved: int, two
         assert again == record
 
 
-@compat("state of torch.optim.AdamW taken over, and given back", "deepspeed", note="as stock ZeRO's checkpoints")
 @pytest.mark.parametrize(
     ("first", "then", "saved"), [("stock", "match", 4), ("match", "stock", 4), ("stock", "match", 0)]
 )
@@ -128,12 +124,6 @@ def load_universal(folder: str, form: str) -> tuple[State, list[int]]:
     return found, steps
 
 
-@compat("saved by some ranks, loaded by another number of them", "deepspeed")
-@compat(
-    "the model exported as safetensors for from_pretrained",
-    "deepspeed",
-    note="as `save_16bit_model` and `zero_to_fp32`",
-)
 def test_deepspeeds_tools(two_ranks: Ranks, tmp_path: Path) -> None:
     """Weights in 16 bit and in fp32, and universal checkpoints, which another number of ranks loads."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

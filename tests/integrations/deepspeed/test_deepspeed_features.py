@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from superoffload.errors import StateError
-from tests.support.compatibility import compat
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import WAYS
 from tests.support.deepspeed.training import Small, batch, config, end, make_engine, run_steps
@@ -101,8 +100,6 @@ def train(name: str, way: str) -> dict[str, Any]:
     return result
 
 
-@compat("torch.compile of the model: as eager, and speculative = synchronous to the bit", "deepspeed")
-@compat("activation checkpointing", "deepspeed")
 @pytest.mark.parametrize("name", in_turn(MODELS, every_time=[name for name in MODELS if name != "compile"]))
 def test_features(name: str, two_ranks: Ranks) -> None:
     ways = ["stock", "match", "match, waiting"] + (["ours", "ours, later"] if name == "reentrant checkpointing" else [])
@@ -147,7 +144,6 @@ def two_engines(**options: Any) -> tuple[list[Any], list[Any]]:
     return together, alone
 
 
-@compat("several optimizers on one model", "deepspeed", note="as several engines in one process")
 def test_two_engines_in_one_process(two_ranks: Ranks) -> None:
     for together, alone in two_ranks.run(two_engines, speculation="always", delivery="on_demand"):
         assert together == alone

@@ -10,18 +10,13 @@ from unittest import mock
 
 import pytest
 
-from tests.support.compatibility import Refusal, compat
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.training import config, end
 from tests.support.optional_packages import needs
+from tests.support.refusal import Refusal
 
 
-@compat(
-    "Lightning: automatic and manual optimization",
-    "deepspeed",
-    refused="The DeepSpeed strategy is only supported on CUDA GPUs",
-    note="by Lightning, where there is none",
-)
+@pytest.mark.refused("The DeepSpeed strategy is only supported on CUDA GPUs")
 def test_lightning(refusal: Refusal, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
     from lightning.pytorch.demos.boring_classes import BoringModel
@@ -63,10 +58,7 @@ def trained_by_trl(kind: str, folder: str, options: dict[str, Any]) -> tuple[Any
 @needs("trl", "datasets")
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param("SFT", marks=compat("TRL's SFTTrainer", "deepspeed")),
-        pytest.param("GRPO", marks=compat("TRL's GRPOTrainer and RLOOTrainer", "deepspeed")),
-    ],
+    ["SFT", "GRPO"],
 )
 def test_trl(kind: str, two_ranks: Ranks, tmp_path: Path) -> None:
     always, never = (

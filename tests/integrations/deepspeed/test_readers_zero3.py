@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.compatibility import compat
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import CLIP_SOME, Scenario
 from tests.support.deepspeed.training import OURS, end, run_steps
@@ -225,8 +224,6 @@ def untouched(two_ranks: Ranks) -> Callable[[str | None], list[Any]]:
     return cache(lambda dtype: two_ranks.run(write_in_the_window, "nothing", WAITING, dtype))
 
 
-@compat("gradients edited, replaced or removed before step()", "deepspeed", note="through `safe_set_full_grad`")
-@compat("zero_grad(set_to_none=True or False)", "deepspeed")
 @pytest.mark.parametrize(
     ("what", "dtype"),
     [
@@ -275,12 +272,6 @@ def write_published(options: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]
     return [value.clone() for value in before], [value.clone() for value in after], digests
 
 
-@compat("EMA and SWA, averages swapped in", "deepspeed", note="read and written through GatheredParameters")
-@compat(
-    "parameters written by the user (load_state_dict, clamp, re-initialization)",
-    "deepspeed",
-    note="through `GatheredParameters`",
-)
 @pytest.mark.parametrize("form", [{}, {"master_dtype": "split", "state_dtype": "8bit"}], ids=["fp32", "8bit+split"])
 def test_a_written_parameter_is_not_reverted(form: dict[str, Any], two_ranks: Ranks) -> None:
     eager = two_ranks.run(write_published, {**EAGER, **form})

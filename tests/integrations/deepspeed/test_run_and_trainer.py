@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkout import ROOT
-from tests.support.compatibility import compat
 from tests.support.deepspeed.ranks import QUICK_KERNELS
 
 ENVIRONMENT = {
@@ -118,8 +117,6 @@ def train(script: Path, out: Path, text: Path, steps: int, *more: str) -> list[f
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
-@compat("Hugging Face Trainer, and its resume", "deepspeed")
-@compat("Accelerate: prepare, accumulate, clip_grad_norm_", "deepspeed", note="below Trainer")
 @needs_trainer
 @pytest.mark.in_turn
 def test_trainer_and_its_resume(tmp_path: Path) -> None:

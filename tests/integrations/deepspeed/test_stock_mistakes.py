@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.compatibility import compat
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.recorded_reference import NAME, UNUSED, gradients_of, reference
 from tests.support.deepspeed.scenarios import CLIP_SOME, WAYS, Scenario, distance
@@ -52,7 +51,6 @@ def train_with_gaps(way: str, case: str) -> tuple[dict[str, Tensor], list[bool]]
     return found, applied
 
 
-@compat("a step with some or no gradients", "deepspeed")
 @pytest.mark.parametrize("case", CASES)
 def test_an_unused_parameter(case: str, two_ranks: Ranks) -> None:
     """It has a gradient of zeros; stock steps it with an old one, adds to an old one, or drops one."""
@@ -84,7 +82,6 @@ def norms_of_a_growing_scale(way: str) -> list[float]:
     return norms
 
 
-@compat("GradScaler", "deepspeed", note="as DeepSpeed's own loss scaler")
 def test_the_norm_at_growth_of_the_loss_scale(two_ranks: Ranks) -> None:
     stock, match, ours = (two_ranks.run(norms_of_a_growing_scale, way)[0] for way in ("stock", "match", "ours, later"))
     assert match == stock

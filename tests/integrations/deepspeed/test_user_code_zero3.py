@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.compatibility import compat
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import WAYS, Scenario, distance
 from tests.support.deepspeed.training import Small, config, end, make_engine, masters, plain, run_steps
@@ -91,27 +90,13 @@ def train(make: Callable[[], nn.Module], use: Callable[[Any], None], clip: float
 
 NO_PEFT = importlib.util.find_spec("peft") is None
 CASES: list[Any] = [
-    pytest.param(
-        Small, schedulers, 0.0, 1e-4, id="schedulers",
-        marks=[
-            compat("every scheduler of torch.optim.lr_scheduler", "deepspeed"),
-            compat("lr changed between backward and step()", "deepspeed"),
-        ],
-    ),
-    pytest.param(Small, autocast, 0.0, 5e-2, id="autocast", marks=compat("autocast", "deepspeed")),
-    pytest.param(Tied, steps, 50.0, 1e-4, id="tied", marks=compat("tied parameters", "deepspeed")),
-    pytest.param(
-        Small, hooks, 0.0, 1e-4, id="hooks",
-        marks=compat(
-            "hooks of parameters that change or read gradients", "deepspeed", note="hooks of modules and activations"
-        ),
-    ),
+    pytest.param(Small, schedulers, 0.0, 1e-4, id="schedulers"),
+    pytest.param(Small, autocast, 0.0, 5e-2, id="autocast"),
+    pytest.param(Tied, steps, 50.0, 1e-4, id="tied"),
+    pytest.param(Small, hooks, 0.0, 1e-4, id="hooks"),
     pytest.param(
         lora, steps, 0.0, 1e-4, id="lora",
-        marks=[
-            compat("PEFT: LoRA adapters", "deepspeed"),
-            pytest.mark.skipif(NO_PEFT, reason="needs peft: pip install peft"),
-        ],
+        marks=pytest.mark.skipif(NO_PEFT, reason="needs peft: pip install peft"),
     ),
 ]  # fmt: skip
 
@@ -166,7 +151,6 @@ def frozen_for_a_while(way: str) -> tuple[bool, bool, Any]:
     return found
 
 
-@compat("parameters frozen and unfrozen mid-run", "deepspeed")
 def test_frozen_and_unfrozen(two_ranks: Ranks) -> None:
     always, never = (two_ranks.run(frozen_for_a_while, way) for way in ("ours", "ours, waiting"))
     assert always == never
@@ -194,11 +178,5 @@ def converted() -> list[bool]:
     return [dtypes == {torch.bfloat16}, same]
 
 
-@compat("mixed float32, bfloat16 and float16 parameters", "deepspeed", note="DeepSpeed converts them to one dtype")
-@compat(
-    "a model loaded as float32 and converted to bfloat16; masters keep the float32 bits",
-    "deepspeed",
-    note="with safe_set_full_fp32_param",
-)
 def test_one_dtype_and_masters_of_float32(two_ranks: Ranks) -> None:
     assert two_ranks.run(converted) == [[True, True]] * 2
