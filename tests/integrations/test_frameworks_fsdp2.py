@@ -38,6 +38,7 @@ from tests.support.refusal import Refusal
 pytestmark = pytest.mark.in_turn("frameworks fsdp2")
 
 SHARDED = ("fsdp2", "mesh")
+OF_TRL = needs("transformers", "accelerate", "trl", "datasets")
 
 
 def loss_of(model: Any, seed: int) -> Tensor:
