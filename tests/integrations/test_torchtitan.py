@@ -18,6 +18,8 @@ pytestmark = [needs("torchtitan"), pytest.mark.timeout(1500)]  # all cases of tw
 OFFLOAD = "superoffload.integrations.torchtitan.offload"
 METRICS = "superoffload.integrations.torchtitan.metrics"
 STEPS = 4
+FP32 = ["--training.mixed_precision_param", "float32"]  # bf16 takes ten times as long where processors lack it
+BF16 = ["--training.mixed_precision_param", "bfloat16"]
 PARALLEL = "--parallelism."
 # layout: model, degrees
 EVERY_TIME: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,7 +44,8 @@ Seen = dict[str, dict[str, Any]]
 def arguments(layout: str, *more: str) -> list[str]:
     model, degrees = {**EVERY_TIME, **TWO_RANKS, **FOUR_RANKS}[layout]
     chosen = [text for name, value in degrees.items() for text in (PARALLEL + name, str(value))]
-    return ["--config", model, "--debug.seed", "1", "--training.steps", str(STEPS), *chosen, *more]
+    precision = [] if BF16[0] in more else FP32
+    return ["--config", model, "--debug.seed", "1", "--training.steps", str(STEPS), *precision, *chosen, *more]
 
 
 def fsdp2(*more: str) -> list[str]:
@@ -70,7 +73,7 @@ WHOLE = ["--checkpoint.load_step", str(STEPS), "--checkpoint.exclude_from_loadin
 TWICE = ["--training.global_batch_size", "16"]  # 2 ranks, 4 each, 2 times
 BF16_STATE = ["--optimizer.implementation", "fused_opt_states_bf16"]
 UNCLIPPED = ["--training.max_norm", "inf"]
-OTHER_OPTIONS = [*UNCLIPPED, *BF16_STATE, "--metrics.log_freq", "4"]
+OTHER_OPTIONS = [*UNCLIPPED, *BF16_STATE, *BF16, "--metrics.log_freq", "4"]
 CASES = {name: given for layout in EVERY_TIME for name, given in three_ways(layout).items()}
 CASES |= {
     "fsdp2 stock": fsdp2(*saving("stock")),
