@@ -12,8 +12,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command.parser(
         "memory",
         description="Trains with each setting of masters and moments in a process of its own, and compares what its "
-        "memory grows by with stats() after the last step, and with plan at the peak. Exits with 1 if either is off by "
-        "more than 3 %%. Linux only.",
+        "memory grows by with stats() after the last step, and with plan at the peak. Exits with 1 if stats() is off "
+        "by more than 3 %%, or the peak more than that above plan and what backward alone takes. Linux only.",
     )
     add_option(parser, "--numel", type=float, default=4e8, help="parameters, in bf16")
     add_option(parser, "--steps", type=int, default=40, help="of each setting")
