@@ -172,3 +172,15 @@ def test_a_number_of_steps_may_be_shared_with_other_processes() -> None:
         train(model, optimizer, range(2, 4))
         assert len(noise) == 20 * len(kept) and all(float(one) == 7777.0 for one in noise)
         assert [float(step) for step in kept] == [4.0] * len(kept)
+
+
+@pytest.mark.parametrize("change", [lambda params: params.pop(0), lambda params: params.append(fresh())])
+def test_names_that_no_longer_fit_a_group_are_not_given_to_other_parameters(change: Callable[[list[Any]], Any]) -> None:
+    """The program has changed ``params`` alone, and not ``param_names``: they are called by their places then."""
+    model = model_of()
+    with AdamW(model.named_parameters(), threads=1) as optimizer:
+        params = optimizer.param_groups[0]["params"]
+        change(params)
+        train(model, optimizer, range(1))
+        names = [shard.name for shard in optimizer._engine.shards]
+    assert names == [f"param_groups[0]['params'][{index}]" for index in range(len(params))]

@@ -271,11 +271,11 @@ def test_a_main_grad_that_does_not_fit_the_parameter_is_refused() -> None:
 
 def test_a_dtype_of_gradients_that_this_torch_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before torch 2.10 ``p.grad_dtype`` is an attribute like any other, which autograd does not read."""
-    param = SimpleNamespace(grad_dtype=torch.float32, dtype=torch.bfloat16, requires_grad=True)
+    param: Any = SimpleNamespace(grad_dtype=torch.float32, dtype=torch.bfloat16, requires_grad=True)
     older = SimpleNamespace(Tensor=object, float32=torch.float32, __version__="2.9.1")
     monkeypatch.setattr("superoffload.optimizer.gradient_source.torch", older)
     with pytest.raises(ArgumentError, match=r"p\.grad_dtype is set, which this torch \(2\.9\.1\) does not know"):
-        dtype_to_come("weight", param)  # type: ignore[arg-type]  # a parameter of that torch
+        dtype_to_come("weight", param)
 
 
 def test_a_gradient_that_is_wider_than_was_said() -> None:

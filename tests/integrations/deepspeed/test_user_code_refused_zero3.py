@@ -208,7 +208,7 @@ def test_the_kernel_is_built_for_the_first_who_calls_it() -> None:
     kernel.create_adam(1, 1e-3, "stock")
     kernel.destroy_adam(0)
     with pytest.raises(AttributeError):
-        kernel.__wrapped__  # noqa: B018  (who only looks at it builds nothing)
+        assert kernel.__wrapped__, "who only looks at it builds nothing"
     assert Builder.built == 0
     kernel.adam_update(1, 5)
     kernel.create_adam(2, 1e-3, "later")

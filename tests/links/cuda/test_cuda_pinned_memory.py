@@ -269,8 +269,9 @@ def test_a_device_that_is_stuck_is_waited_for_once_per_step(fake: Fake) -> None:
 def test_sums_of_bits_that_a_failed_packing_writes(fake: Fake) -> None:
     """The kernel runs although the call behind its launch was refused; the sums' memory is freed with the error."""
     model = deep_model(torch.bfloat16)
-    for param in model.parameters():
-        param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]  # as Megatron adds it
+    params: list[Any] = list(model.parameters())
+    for param in params:
+        param.main_grad = torch.zeros_like(param)  # as Megatron adds it
         param.register_post_accumulate_grad_hook(add_to_main_grad)
     with training(fake, model=model) as (_, optimizer):
         link: Any = optimizer._engine.link
