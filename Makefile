@@ -35,9 +35,9 @@ emulated_cpu = -cpu max,sve-default-vector-length=$(1)
 CHECKED := checkpoints/safetensors checkpoints/saving engine/bucket_fates engine/bucket_states engine/later_delivery \
     engine/placement engine/speculation_schedule engine/two_phase engine/verdict engine/worker_faults kernels/bit_sums \
     kernels/float_environment kernels/journal kernels/kernels kernels/reference links/cuda/cuda_link \
-    links/cuda/cuda_parameters links/cuda/cuda_streams optimizer/adamw optimizer/clipping_by_hand optimizer/cpu_adamw \
+    links/cuda/cuda_parameters links/cuda/cuda_streams optimizer/adamw optimizer/cpu_adamw \
     optimizer/delivery optimizer/delivery_readers optimizer/edited_gradients optimizer/grad_scaler \
-    optimizer/hyper_parameters optimizer/masters optimizer/metrics optimizer/parameter_writes \
+    optimizer/hyper_parameters optimizer/metrics optimizer/parameter_writes \
     optimizer/second_backward optimizer/timeline optimizer/unknown_arguments optimizer/unusual_parameters \
     project/docs project/packaging project/public_names tools/plan tools/plan_inputs tools/verify \
     tools/command_line tools/doctor
