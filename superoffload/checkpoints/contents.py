@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from superoffload.adamw import AdamW
-from superoffload.checkpoints.cuts import Cut, cut_of
-from superoffload.distributed.boxes import Box
+from superoffload.checkpoints.tensor_files import Piece
 from superoffload.distributed.owners import OwnersTable
 from superoffload.distributed.ownership import Holding, dtensor_holding, whole_holding
 from superoffload.distributed.session import RankSession
@@ -24,28 +22,6 @@ from superoffload.optimizer.tracked_param import TrackedParam
 
 _EXTRA_STATE = "_extra_state"
 MODEL, MASTER, EXP_AVG, EXP_AVG_SQ = "model.", "master.", "exp_avg.", "exp_avg_sq."
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Locates a part of a tensor of ``shape``: a box of it, or, if it is ``flat``, of the flat tensor."""
-
-    shape: tuple[int, ...]
-    box: Box
-    flat: bool
-
-    @classmethod
-    def of_json(cls, content: Mapping[str, Any]) -> Piece:
-        box = Box(tuple(content["offsets"]), tuple(content["lengths"]))
-        return cls(tuple(content["shape"]), box, content["flat"])
-
-    def as_json(self) -> dict[str, Any]:
-        box = {"offsets": list(self.box.offsets), "lengths": list(self.box.lengths)}
-        return {"shape": list(self.shape), **box, "flat": self.flat}
-
-    @property
-    def cut(self) -> Cut:
-        return cut_of((math.prod(self.shape),) if self.flat else self.shape, self.box)
 
 
 def piece_of(tensor: Tensor, holding: Holding) -> Piece:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from superoffload.adamw import AdamW
-from superoffload.checkpoints import leftovers, writing
+from superoffload.checkpoints import folder as folders
 from superoffload.checkpoints.contents import name_everything
-from superoffload.checkpoints.safetensors import Entry, TensorFile, flat_runs
+from superoffload.checkpoints.tensor_files import Entry, TensorFile, flat_runs
 from superoffload.errors import ArgumentError
 from superoffload.host.tensors import is_dtensor
 
@@ -42,10 +42,10 @@ def export_weights(
     if isinstance(optimizer, AdamW):
         optimizer.synchronize()
         optimizer.refresh_written()
-    path = writing.path_of(folder) / WEIGHTS
+    path = folders.path_of(folder) / WEIGHTS
     values = {name: _value(tensor, optimizer if masters else None) for name, tensor in named.tensors.items()}
     entries = [Entry(name, value.dtype, tuple(value.shape)) for name, value in values.items()]
-    with writing.naming(path, sum(entry.nbytes for entry in entries)):
+    with folders.naming(path, sum(entry.nbytes for entry in entries)):
         with _weights(path, entries) if named.is_first else nullcontext() as file:
             for name, value in values.items():
                 whole = value.full_tensor() if is_dtensor(value) else value
@@ -54,14 +54,13 @@ def export_weights(
         config: Any = getattr(model, "config", None)
         if named.is_first and hasattr(config, "to_json_string"):
             with _replacing(path.with_name("config.json")) as part:
-                writing.write_durably(part, config.to_json_string().encode())
+                folders.write_durably(part, config.to_json_string().encode())
     return path
 
 
 @contextmanager
 def _weights(path: Path, entries: Sequence[Entry]) -> Iterator[TensorFile]:
-    writing.make_parents(path)
-    leftovers.sweep(path.parent)
+    folders.make_parents(path)
     with _replacing(path) as part, closing(TensorFile(part, entries, {"format": "pt"})) as file:
         yield file
         file.finish()
@@ -70,13 +69,13 @@ def _weights(path: Path, entries: Sequence[Entry]) -> Iterator[TensorFile]:
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """Yields the path of a temporary file, which gets its name once it is whole and on the disk."""
-    part = leftovers.claim(path.parent)
+    part = folders.hidden(path, "writing")
     try:
         yield part
         os.replace(part, path)
-        writing.sync_folder(path.parent)
+        folders.sync_folder(path.parent)
     finally:
-        writing.give_up(part)
+        folders.give_up(part)
 
 
 def _value(tensor: Tensor, optimizer: AdamW | None) -> Any:

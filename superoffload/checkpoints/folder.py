@@ -1,28 +1,238 @@
-"""Reads a checkpoint's folder: its manifest, the files that the manifest lists, and which folders are whole."""
+"""A checkpoint's folder on disk: whole under its name or absent, with a manifest of checksums; and which to keep."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
+import shutil
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from superoffload.checkpoints.manifest import LARGEST_STATE, VERSION, check_content
-from superoffload.errors import ArgumentError
-from superoffload.host.untrusted import read_bounded, read_json, regular_size, shown
+from superoffload.checkpoints.tensor_files import Piece
+from superoffload.distributed.boxes import misfit
+from superoffload.errors import ArgumentError, DiskError, StateError
+from superoffload.host.text import shortened, shown
 
-MANIFEST = "manifest.json"
-FORMAT = "superoffload checkpoint"
-LARGEST_MANIFEST = 1 << 30  # bytes of a manifest: 300 per tensor and rank
+MANIFEST, STATE = "manifest.json", "state.pt"
+FORMAT, VERSION = "superoffload checkpoint", 2
+_LARGEST_MANIFEST = 1 << 30  # bytes: 300 per tensor and rank
+_PART = re.compile(r"rank-\d{5,9}\.safetensors")
+_HIDDEN = re.compile(r"\.(?P<kind>writing|removing)-(?P<name>.+)-[0-9a-f]{12}")
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)  # on some FUSE, CIFS and 9p
+
+
+# ---- written ----------------------------------------------------------------------------------------------------
+
+
+def path_of(folder: str | os.PathLike[str]) -> Path:
+    """Returns the absolute path, or raises ArgumentError; does not touch the disk, so that all ranks agree."""
+    try:
+        final = Path(os.path.abspath(os.fspath(folder)))
+        if b"\0" in os.fsencode(final):
+            raise ValueError("it contains a NUL character")
+    except (TypeError, ValueError, OSError) as error:
+        raise ArgumentError(f"folder={folder!r}: no path of a folder ({error}); name one that can be made") from error
+    return final
+
+
+def begin(final: Path) -> Path:
+    """Makes a hidden folder beside ``final`` to write into, and removes what killed saves of this name left behind."""
+    try:
+        if os.path.lexists(final):  # a dangling link is in the way too
+            raise _exists(final)
+        make_parents(final)
+        for path, kind, name in _hidden(final.parent):
+            if kind == "writing" and name == _stem(final):
+                give_up(path)
+        folder = hidden(final, "writing")
+        folder.mkdir()
+    except OSError as error:
+        raise _cannot_be_made(final, error) from error
+    return folder
+
+
+def hidden(final: Path, kind: str) -> Path:
+    """Returns a new name beside ``final``, which no reader takes for a checkpoint. ``kind``: writing or removing."""
+    return final.with_name(f".{kind}-{_stem(final)}-{uuid.uuid4().hex[:12]}")
+
+
+def _stem(final: Path) -> str:
+    return os.fsdecode(os.fsencode(final.name)[:200])  # a name may have 255 bytes
+
+
+def _hidden(parent: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yields the hidden paths in ``parent``, each with its kind and the name that it belongs to."""
+    with contextlib.suppress(OSError):  # a folder may be written and not read
+        for entry in os.listdir(parent):
+            found = _HIDDEN.fullmatch(entry)
+            if found is not None:
+                yield parent / entry, found["kind"], found["name"]
+
+
+def make_parents(final: Path) -> None:
+    """Makes missing parents and syncs them to the disk: losing a folder loses the checkpoints in it."""
+    ancestors = list(final.parents)
+    missing = ancestors[: next((i for i, path in enumerate(ancestors) if path.is_dir()), 0)]
+    for path in (final, *missing):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(ancestors[len(missing)] / path.name)  # refuses too long a name before any folder is made
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)  # another process may have been faster
+        sync_folder(path.parent)
+
+
+def _cannot_be_made(final: Path, error: OSError) -> ArgumentError | DiskError:
+    if error.errno in (*_NO_SPACE, errno.EIO, errno.ESTALE):
+        return not_written(final, error)
+    why = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+    return ArgumentError(f"folder={str(final)!r}: cannot be made ({why}); name one where you may write")
+
+
+def _exists(final: Path) -> ArgumentError:
+    return ArgumentError(f"folder={str(final)!r}: exists already; save under another name, or remove it first")
+
+
+def not_written(final: Path, error: OSError, nbytes: int | None = None) -> DiskError:
+    """Returns the error for a failed write of ``nbytes``."""
+    about, advice = "", "check the disk, or save to another place"
+    if error.errno in _NO_SPACE:
+        advice = "free some space (a quota counts too), or save to another place"
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(final.parent)
+            needed = "" if nbytes is None else f"{nbytes:,} bytes were to be written, "
+            about = f"; {needed}{disk.f_bavail * disk.f_frsize:,} bytes are free there"
+    why = error.strerror or str(error)
+    return DiskError(error.errno, f"{final}: not saved ({why}{about}); {advice}. What was saved before is untouched")
+
+
+@contextlib.contextmanager
+def naming(final: Path, nbytes: int) -> Iterator[None]:
+    """Makes errors of the system say what was not saved and what to do."""
+    try:
+        yield
+    except DiskError:
+        raise
+    except OSError as error:
+        raise not_written(final, error, nbytes) from error
 
 
 def manifest_text(content: Mapping[str, Any]) -> bytes:
     whole = {"format": FORMAT, "version": VERSION, **content}
     return json.dumps({**whole, "checksum": _checksum(whole)}, separators=(",", ":"), sort_keys=True).encode()
+
+
+def finish(folder: Path, final: Path, content: Mapping[str, Any]) -> None:
+    """Adds the manifest, gives the folder its name, and looks at the finished checkpoint."""
+    text = manifest_text(content)
+    write_durably(folder / MANIFEST, text)
+    sync_folder(folder)
+    try:
+        os.rename(folder, final)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+            raise _exists(final) from error  # another save was faster
+        raise
+    confirm(final)
+    try:
+        if (final / MANIFEST).read_bytes() != text:
+            raise ArgumentError(f"{final / MANIFEST}: not what was written")
+        for name, expected in content["files"].items():
+            check_size(final / name, expected["bytes"])
+    except (ArgumentError, OSError) as error:
+        raise _not_whole(final, str(error)) from error
+
+
+def confirm(final: Path) -> None:
+    """Makes sure that the disk keeps the new name of ``final``."""
+    try:
+        sync_folder(final.parent)
+    except OSError as error:
+        why = f"the disk did not confirm that it keeps the name ({error.strerror})"
+        raise DiskError(error.errno, f"{final}: written, but {why}; save again, to another place") from error
+
+
+def _not_whole(final: Path, why: str) -> StateError:
+    return StateError(
+        f"{final}: not whole when it was read back ({why}); if another process changes or removes it, save in a "
+        "folder that is this run's alone"
+    )
+
+
+def give_up(path: Path) -> None:
+    """Removes a hidden file or folder. Its name goes first: other ranks may be writing into it, and a folder that gets
+    files while it is emptied stays. A name that is gone tells them."""
+    found = _HIDDEN.fullmatch(path.name)
+    going = path if found is None else hidden(path.with_name(found["name"]), "removing")
+    with contextlib.suppress(OSError):
+        os.rename(path, going)
+    for one in (going, path):  # the second where it could not be renamed
+        with contextlib.suppress(OSError):
+            one.unlink() if one.is_file() else shutil.rmtree(one, ignore_errors=True)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Syncs a folder if the file system can and the process may read it."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NOT_FOR_FOLDERS:
+            raise
+    finally:
+        os.close(handle)
+
+
+def keep_only(final: Path, count: int) -> None:
+    """Removes the oldest of ``final``'s series until ``count`` are left; never ``final``, newer ones or links.
+
+    A series has names that are alike up to their last number. What killed saves of it left behind goes too.
+    """
+    going = final.parent
+    try:
+        series = [path for path in finished(going) if _series(path) == _series(final) and not path.is_symlink()]
+        if final not in series:  # without it, newer and older have no meaning
+            raise _not_whole(final, f"keep={count} does not find it among the finished ones, and removed nothing")
+        older = series[: series.index(final)]
+        for going in older[: max(0, len(series) - count)]:
+            doomed = hidden(going, "removing")
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                os.rename(going, doomed)  # first: a half removed folder must not look like a checkpoint
+                sync_folder(final.parent)  # nor after a power cut
+                give_up(doomed)
+    except OSError as error:
+        what = "look for older ones" if going == final.parent else f"remove {going}"
+        raise DiskError(
+            error.errno,
+            f"{final} is saved, but keep={count} could not {what} ({error.strerror}); remove them by hand",
+        ) from error
+    for left, _, name in _hidden(final.parent):
+        of = final.with_name(name)
+        if _series(of) == _series(final) and _order(of) < _order(final):  # the saves before this one have ended
+            give_up(left)
+
+
+def _series(path: Path) -> tuple[str, ...]:
+    return tuple(re.split(r"\d+(?=\D*$)", path.name))
+
+
+# ---- read -------------------------------------------------------------------------------------------------------
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
@@ -32,21 +242,55 @@ def _checksum(content: Mapping[str, Any]) -> str:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Returns the manifest. Raises ArgumentError with the file's name unless it is whole and ours."""
     path = folder / MANIFEST
+    if not os.path.isfile(path):
+        raise ArgumentError(f"{folder}: {_instead_of_a_manifest(folder)}")
     try:
-        content: Any = read_json(path, LARGEST_MANIFEST, links=False)
-    except (FileNotFoundError, NotADirectoryError):
-        raise ArgumentError(f"{folder}: {_instead_of_a_manifest(folder)}") from None
-    except ArgumentError as error:
-        raise ArgumentError(f"{error}; take the checkpoint before it") from error
+        if path.stat().st_size > _LARGEST_MANIFEST:
+            raise ValueError(f"more than {_LARGEST_MANIFEST} bytes")
+        content: Any = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArgumentError(
+            f"{path}: cannot be read ({shortened(str(error))}); take the checkpoint before it"
+        ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ArgumentError(f"{path}: not of superoffload; expected a folder that superoffload.checkpoints.save wrote")
-    if content.get("version") not in range(1, VERSION + 1):
-        raise ArgumentError(f"{path}: version {shown(content.get('version'))}, this superoffload reads 1 to {VERSION}")
+    if content.get("version") != VERSION:
+        raise ArgumentError(f"{path}: version {shown(content.get('version'))}, this superoffload reads {VERSION}")
     if content.pop("checksum", None) != _checksum(content):
         raise ArgumentError(f"{path}: differs from its own checksum; take the checkpoint before it")
-    check_content(str(path), content)
-    checked: dict[str, Any] = content
-    return checked
+    try:
+        _check_content(content)
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        why = shortened(f"{type(error).__name__}: {error}")
+        raise ArgumentError(f"{path}: {why}; the manifest is damaged, or not of superoffload") from error
+    return content
+
+
+def _check_content(content: Mapping[str, Any]) -> None:
+    """Raises an error of any kind for a manifest whose files and tensors do not fit together."""
+    files, tensors = content["files"], content["tensors"]
+    for name, one in files.items():
+        if not (name == STATE or _PART.fullmatch(name)):
+            raise ValueError(f"expected files {STATE} and rank-NUMBER.safetensors, found {name}")
+        if type(one["bytes"]) is not int or not isinstance(one["sha256" if name == STATE else "header"], str):
+            raise ValueError(f"{name}: expected a number of bytes and a checksum")
+    parts_of = files.keys() - {STATE}
+    if len(parts_of) == len(files):
+        raise ValueError(f"expected a file {STATE}")
+    for key, parts in tensors.items():
+        pieces = [Piece.of_json(part) for part in parts]
+        numbers = [number for piece in pieces for number in (*piece.shape, *piece.box.offsets, *piece.box.lengths)]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"{key}: expected shapes, offsets and lengths")
+        if {(piece.shape, piece.flat) for piece in pieces} not in ({(pieces[0].shape, flat)} for flat in (True, False)):
+            raise ValueError(f"{key}: expected pieces of one shape, cut in one way")
+        if not all(part["file"] in parts_of and isinstance(part["sha256"], str) for part in parts):
+            raise ValueError(f"{key}: expected files that the manifest lists, and checksums")
+        if any({len(piece.box.offsets), len(piece.box.lengths)} != {len(piece.sizes)} for piece in pieces):
+            raise ValueError(f"{key}: expected an offset and a length of each dimension")
+        found = misfit(pieces[0].sizes, [piece.box for piece in pieces])
+        if found is not None:
+            raise ValueError(f"{key}: expected pieces that cover all of it once, {found.what}")
 
 
 _FILES_OF_OTHERS = (
@@ -56,7 +300,7 @@ _FILES_OF_OTHERS = (
 
 
 def _instead_of_a_manifest(folder: Path) -> str:
-    if not folder.exists():
+    if not os.path.exists(folder):
         return "no such folder; checkpoints.latest() names the newest checkpoint in a folder of them"
     if not folder.is_dir():
         return "a file, expected the folder of a checkpoint" + _FILES_OF_OTHERS
@@ -66,21 +310,16 @@ def _instead_of_a_manifest(folder: Path) -> str:
     return f"no {MANIFEST}, so it is no finished checkpoint of superoffload" + _FILES_OF_OTHERS
 
 
-def check_file(folder: Path, name: str, expected: Mapping[str, Any]) -> bytes | None:
-    """Checks a file's size; if the manifest has a SHA-256 of the whole file, checks it too and returns the bytes."""
-    path = folder / name
+def check_size(path: Path, expected: int) -> None:
+    """Raises ArgumentError unless ``path`` is a regular file of the expected size."""
     try:
-        size = regular_size(path)
-        if size != expected["bytes"]:
-            raise ArgumentError(f"{path}: {size} bytes, the manifest says {expected['bytes']}; the file is damaged")
-        if "sha256" not in expected:
-            return None
-        data = read_bounded(path, min(size, LARGEST_STATE), links=False)
+        if not os.path.isfile(path):
+            raise ArgumentError(f"{path}: no regular file is there; the checkpoint is not whole")
+        size = path.stat().st_size
     except OSError as error:
         raise ArgumentError(f"{path}: {error.strerror}; the checkpoint is not whole") from error
-    if hashlib.sha256(data).hexdigest() != expected["sha256"]:
-        raise ArgumentError(f"{path}: differs from its checksum in the manifest; the file is damaged")
-    return data
+    if size != expected:
+        raise ArgumentError(f"{path}: {size} bytes, the manifest says {expected}; the file is damaged")
 
 
 def _order(path: Path) -> tuple[list[int], str]:
@@ -106,10 +345,11 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
 
 
 def _finished(root: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields the newest first; ignores files that a manifest does not list, such as the lock of a killed save."""
+    """Yields the newest first."""
     inside = [path for path in Path(root).iterdir() if not path.name.startswith(".")]
     inside = [path for path in inside if os.path.isfile(path / MANIFEST)]
     for path in sorted(inside, key=_order, reverse=True):
         with contextlib.suppress(ArgumentError, OSError):
-            if all(regular_size(path / name) == one["bytes"] for name, one in read_manifest(path)["files"].items()):
-                yield path
+            for name, one in read_manifest(path)["files"].items():
+                check_size(path / name, one["bytes"])
+            yield path

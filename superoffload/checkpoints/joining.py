@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from superoffload.checkpoints import writing as folders
+from superoffload.checkpoints import folder as folders
 from superoffload.checkpoints.contents import Named
 from superoffload.checkpoints.part_files import Written, file_name
 from superoffload.errors import DiskError, RankError

@@ -24,13 +24,16 @@ from superoffload.checkpoints.contents import (
     is_extra_state,
     name_everything,
     on_all_ranks,
+    piece_of,
 )
 from superoffload.checkpoints.stored import Stored
+from superoffload.checkpoints.tensor_files import Piece
+from superoffload.distributed.boxes import Box
 from superoffload.distributed.ownership import Holding, like_parameter
 from superoffload.errors import ArgumentError
 from superoffload.host.signals import held_signals
 from superoffload.host.tensors import local_of
-from superoffload.host.untrusted import printable, shortened, shown
+from superoffload.host.text import shortened, shown
 from superoffload.optimizer.state import loaded_in_part
 from superoffload.optimizer.state_dict import Values, blocks_of, check_saved_group
 from superoffload.optimizer.unknown_arguments import is_on
@@ -43,9 +46,10 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer 
     of it with the manifest's checksums. ArgumentError names the file or the parameter that does not fit; nothing has
     changed then, on any rank. ``optimizer`` None: the weights alone.
 
-    It reads the files twice, to verify and to load them, in blocks of a few MiB, so it needs no memory beside the
-    state. It raises StateError if a verified file cannot be read a second time or has changed. Then model and optimizer
-    are loaded in part, and ``superoffload.AdamW`` refuses everything but another load.
+    Files are mapped into memory, so it needs no memory beside the state, except for one tensor at a time where other
+    ranks saved it in other parts. It raises StateError if something fails once it has begun to change values, such as a
+    module's ``set_extra_state``. Then model and optimizer are loaded in part, and ``superoffload.AdamW`` refuses
+    everything but another load.
     """
     path = _folder(folder)
     if optimizer is not None:
@@ -58,9 +62,6 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer 
         other = _other_values(stored, named, whole)
         values = _model_values(stored, named, whole)
         state = None if optimizer is None else _optimizer_state(stored, optimizer, named, whole)
-        for one in values.values():
-            _verify(one)
-
         return stored, _prepared(optimizer, named, state, lambda: _load_model(named, values, other))
 
     stored, commit = on_all_ranks(named.session, "load()", verified)
@@ -87,21 +88,12 @@ def _prepared(
     if isinstance(optimizer, AdamW):
         ours, read = optimizer, optimizer.check_state_dict(state)
         return lambda: ours.take_over(read, "load()", load_model)
-    for entry in state["state"].values():
-        for value in entry.values():
-            if isinstance(value, Values):
-                _verify(value)
 
     def load_both() -> None:
         _load_torch(optimizer, named, state)
         load_model()
 
     return lambda: _told_apart(load_both)
-
-
-def _verify(values: Values) -> None:
-    for _ in values.read():
-        pass
 
 
 def _told_apart(work: Callable[[], None]) -> None:
@@ -119,7 +111,7 @@ def _told_apart(work: Callable[[], None]) -> None:
 def _refuse_differing(stored: Stored, what: str, saved: set[str], ours: set[str]) -> None:
     for who, names in (("the model lacks", saved - ours), ("the checkpoint lacks", ours - saved)):
         if names:
-            listed = printable(", ".join(map(shortened, sorted(names)[:5])))
+            listed = ", ".join(map(shortened, sorted(names)[:5]))
             raise ArgumentError(f"{stored.folder}: {who} {what}{listed}; is it of another model?")
 
 
@@ -131,7 +123,7 @@ def _other_values(stored: Stored, named: Named, whole: Whole) -> dict[str, Any]:
     _refuse_differing(stored, "the extra state ", set(other) | names, set(whole.other))
     for key in tensors:  # only after the check: each is read whole
         if key.removeprefix(MODEL) in named.other:
-            other[key.removeprefix(MODEL)] = stored.whole(key)
+            other[key.removeprefix(MODEL)] = _whole(stored, key)
     found = {}
     for name, value in other.items():
         if name not in named.other:  # of another rank's part of the model
@@ -151,6 +143,14 @@ def _other_values(stored: Stored, named: Named, whole: Whole) -> dict[str, Any]:
     return found
 
 
+def _whole(stored: Stored, key: str) -> Tensor:
+    shape = stored.shape(key)
+    values = stored.values(key, Piece(shape, Box.whole(shape), flat=False))
+    tensor = torch.empty(shape, dtype=values.dtype, device="cpu")
+    values.copy_to(tensor.view(-1))
+    return tensor
+
+
 def _equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
@@ -164,14 +164,14 @@ def _model_values(stored: Stored, named: Named, whole: Whole) -> dict[str, Value
     saved = {key.removeprefix(MODEL) for key in stored.tensors if key.startswith(MODEL) and not is_extra_state(key)}
     _refuse_differing(stored, "", saved | set(aliases), whole.names)
     for tied, name in named.aliases.items():
-        one, other = (stored.tensors[MODEL + aliases.get(either, either)] for either in (tied, name))
-        if [piece["sha256"] for piece in one] != [piece["sha256"] for piece in other]:
+        one, other = (stored.digests(MODEL + aliases.get(either, either)) for either in (tied, name))
+        if one != other:
             raise ArgumentError(
                 f"{stored.folder}: {tied} differs from {name}, and is tied to it in the model; untie them"
             )
     values = {}
     for name, tensor in named.tensors.items():
-        found = stored.values(MODEL + aliases.get(name, name), tensor, holding_of(name, tensor))
+        found = stored.values(MODEL + aliases.get(name, name), piece_of(tensor, holding_of(name, tensor)))
         if found.dtype != tensor.dtype:
             raise ArgumentError(f"{stored.folder}: {name} is {found.dtype}, expected {tensor.dtype}; convert the model")
         values[name] = found
@@ -188,8 +188,8 @@ def _optimizer_state(stored: Stored, optimizer: Optimizer, named: Named, whole: 
     for index, (values, names) in enumerate(zip(groups, named.groups, strict=True)):
         try:
             check_saved_group(index, values)
-        except ArgumentError as error:
-            raise ArgumentError(f"{stored.folder}: {printable(shortened(str(error)))}") from None
+        except (ArgumentError, TypeError) as error:
+            raise ArgumentError(f"{stored.folder}: {shortened(str(error))}") from None
         if not isinstance(optimizer, AdamW):
             _refuse_amsgrad(stored, index, values, optimizer.param_groups[index])
         kept = {key: value for key, value in values.items() if key != "param_names"}  # of another part of the model
@@ -204,7 +204,7 @@ def _optimizer_state(stored: Stored, optimizer: Optimizer, named: Named, whole: 
         for key, prefix in wanted.items():
             if prefix + name in stored.tensors:
                 holding = _state_holding(optimizer, name, param)
-                entry[key] = _as_in_memory(stored.values(prefix + name, param, holding), holding)
+                entry[key] = _as_in_memory(stored.values(prefix + name, piece_of(param, holding)), holding)
         result["state"][positions[name]] = entry
     return result
 
@@ -240,7 +240,7 @@ def _refuse_groups(stored: Stored, theirs: Sequence[list[str]], ours: Sequence[l
     for index, (saved, mine) in enumerate(zip(theirs, ours, strict=False)):
         different = sorted(set(saved) ^ set(mine)) or ["their order"]
         if saved != mine:
-            listed = printable(", ".join(map(shortened, different[:5])))
+            listed = ", ".join(map(shortened, different[:5]))
             raise ArgumentError(f"{stored.folder}: param group {index} differs: {listed}")
     raise ArgumentError(f"{stored.folder}: {len(theirs)} param groups, the optimizer has {len(ours)}")
 

@@ -13,20 +13,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from superoffload.adamw import AdamW
-from superoffload.checkpoints import writing as folders
+from superoffload.checkpoints import folder as folders
 from superoffload.checkpoints.contents import (
     EXP_AVG,
     EXP_AVG_SQ,
     MASTER,
     MODEL,
     Named,
-    Piece,
     holding_of,
     piece_of,
     stepped,
 )
-from superoffload.checkpoints.manifest import STATE
-from superoffload.checkpoints.safetensors import Entry, TensorFile, flat_runs
+from superoffload.checkpoints.folder import STATE
+from superoffload.checkpoints.tensor_files import Entry, Piece, TensorFile, flat_runs
 from superoffload.distributed.ownership import Holding
 from superoffload.engine import moments
 from superoffload.engine.master_halves import join

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -19,10 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from superoffload.adamw import AdamW
-from superoffload.checkpoints import writing as folders
-from superoffload.checkpoints.archive import check_archive
+from superoffload.checkpoints import folder as folders
 from superoffload.checkpoints.contents import (
-    EXP_AVG_SQ,
     Named,
     Whole,
     check_extra,
@@ -33,13 +32,11 @@ from superoffload.checkpoints.contents import (
     stepped,
 )
 from superoffload.checkpoints.joining import complete, gave_up, hand_in, tell_failure, wait_until_named
-from superoffload.checkpoints.manifest import LONGEST_KEY
 from superoffload.checkpoints.part_files import Part, plan_part, write_part
 from superoffload.engine.snapshot import Snapshot
 from superoffload.errors import ArgumentError, DiskError, StateError
 from superoffload.host.signals import held_signals
 from superoffload.host.tensors import is_dtensor
-from superoffload.host.untrusted import nested_deeply, shortened
 from superoffload.optimizer.unknown_arguments import is_on
 
 LOGGER = logging.getLogger("superoffload")
@@ -170,7 +167,7 @@ def _begin(
         raise ArgumentError("model: sharded over ranks; that needs superoffload.AdamW, or torch.distributed.checkpoint")
     part = plan_part(optimizer, named, copy=memory is not None)
     whole = named.whole("save()")
-    state = on_all_ranks(named.session, "save()", lambda: _state_bytes(optimizer, named, whole, check_extra(extra)))
+    state = on_all_ranks(named.session, "save()", lambda: _state_bytes(optimizer, whole, check_extra(extra)))
     part.keep_state(state)
     writing = _agree_on_folder(named, final)
     snapshot = None
@@ -228,10 +225,14 @@ def _write(
             if named.is_first:
                 complete(named, writing, final, timeout)
     except BaseException as error:
-        is_gone = not writing.exists()
+        is_gone = isinstance(error, DiskError) and error.errno == errno.ENOENT and not writing.exists()
         _give_up(named, writing)
-        if is_gone and isinstance(error, DiskError) and not named.is_first:
+        if is_gone and not named.is_first:
             raise gave_up(final, "the first rank gave up, or this rank does not share that one's disk") from error
+        if is_gone:
+            raise StateError(
+                f"{final}: not saved, another save under this name began; name each differently"
+            ) from error
         raise
     if not named.is_first:
         wait_until_named(written, named, writing, final, timeout)
@@ -239,42 +240,26 @@ def _write(
         folders.keep_only(final, keep)
 
 
-def _state_bytes(optimizer: Optimizer, named: Named, whole: Whole, extra: dict[str, Any]) -> bytes:
+def _state_bytes(optimizer: Optimizer, whole: Whole, extra: dict[str, Any]) -> bytes:
     """Returns the contents of ``state.pt``, after reading them back, so that nothing unreadable is saved."""
     groups = [{**values, "params": names} for values, names in zip(group_values(optimizer), whole.groups, strict=True)]
     content = {"groups": groups, "steps": whole.steps, "other": whole.other, "aliases": whole.aliases, "extra": extra}
-    _check_loadable(optimizer, named)
-    try:
-        data = _safely(content)
-    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
-        raise ArgumentError(
-            f"{_unreadable(extra) or 'a value of a param group or of get_extra_state()'}: not saved, since only what "
-            "torch.load(weights_only=True) reads can be: tensors, numbers, strings, lists, tuples, dicts of these"
-        ) from error
-    try:
-        check_archive(data)
-    except ArgumentError as error:
-        raise ArgumentError(
-            f"extra, param groups and get_extra_state(): {error}; keep large values elsewhere"
-        ) from None
-    return data
-
-
-def _check_loadable(optimizer: Optimizer, named: Named) -> None:
-    """Raises for what ``load`` would refuse; it bounds what it reads and knows only AdamW's state."""
-    longest = max(named.tensors, key=len, default="")
-    if len(EXP_AVG_SQ + longest) > LONGEST_KEY:
-        raise ArgumentError(f"model: a name of {len(longest)} characters, {shortened(longest)}; expected at most 4000")
     for index, group in enumerate(optimizer.param_groups):
         if is_on(group.get("amsgrad")):
             raise ArgumentError(
                 f"optimizer: param group {index} has amsgrad=True, whose max_exp_avg_sq is not saved; save it with "
                 "torch.save(optimizer.state_dict(), ...)"
             )
-        if nested_deeply({**group, "params": None}):
-            raise ArgumentError(
-                f"optimizer: param group {index} has values nested too deeply; expected 60 levels or less"
-            )
+    try:
+        return _safely(content)
+    except _UNREADABLE as error:
+        raise ArgumentError(
+            f"{_unreadable(extra) or 'a value of a param group or of get_extra_state()'}: not saved, since only what "
+            "torch.load(weights_only=True) reads can be: tensors, numbers, strings, lists, tuples, dicts of these"
+        ) from error
+
+
+_UNREADABLE = (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError, RecursionError)
 
 
 def _safely(content: Any) -> bytes:
@@ -288,7 +273,7 @@ def _unreadable(extra: Mapping[str, Any]) -> str | None:
     for key, value in extra.items():
         try:
             _safely(value)
-        except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError):
+        except _UNREADABLE:
             return f"extra[{key!r}]: {type(value).__name__}"
     return None
 

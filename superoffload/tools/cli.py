@@ -14,7 +14,7 @@ from importlib import import_module
 
 from superoffload import __version__
 from superoffload.errors import ArgumentError, SuperOffloadError
-from superoffload.host.untrusted import printable
+from superoffload.host.text import printable
 
 COMMANDS = ("verify", "doctor", "plan", "run")
 
@@ -63,11 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _let_waiting_threads_sleep() -> None:
-    """Lets waiting OpenMP threads of torch sleep, unless the user chose otherwise.
-
-    By default they spin, on the processors that the optimizer's worker threads use during backward; if other programs
-    share the processors, a step then takes up to ten times as long. OpenMP reads the variable when torch is loaded.
-    """
+    """Lets torch's waiting OpenMP threads sleep, unless the user chose otherwise: by default they spin where the worker
+    threads run, and a step may take ten times as long. OpenMP reads the variable when torch is loaded."""
     if "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from superoffload.engine.journal_reservation import JOURNAL_BYTES_PER_PARAM
 from superoffload.errors import ArgumentError
-from superoffload.host.untrusted import read_json, shown
+from superoffload.host.text import shown
 from superoffload.tools.machines import Machine
 
 CONTEXT_BYTES, FRAGMENTATION = 1.5e9, 0.15  # of a GPU: CUDA and its libraries; what the allocator cannot reuse
@@ -120,7 +121,10 @@ def typical_shape(parameters: float) -> ModelShape:
 
 def _read_config(path: Path) -> dict[str, Any]:
     """Has transformers, if installed, fill in a class's defaults; nothing is downloaded, no code of a model is run."""
-    values = read_json(path)
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"not JSON that can be read ({error})") from error
     if not isinstance(values, dict):
         raise ArgumentError("expected a JSON object")
     text = values.get("text_config")

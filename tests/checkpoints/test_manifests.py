@@ -1,10 +1,9 @@
-"""Checkpoints made to harm, with checksums that fit: refused as what they are, with every weight's bit as it was."""
+"""Checkpoints whose parts do not fit together, with checksums that fit: refused, with every weight's bit as it was."""
 
 from __future__ import annotations
 
 import copy
 import io
-import json
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,7 +15,6 @@ import torch
 
 from superoffload import checkpoints
 from superoffload.errors import ArgumentError
-from superoffload.host.untrusted import parse_json, printable, read_json
 from tests.support.forged_checkpoints import STRANGE, Content, a_file, forged, with_state
 from tests.support.saved_runs import TENSORS, Run, assert_same
 
@@ -47,46 +45,28 @@ def at(*path: Any, value: Any) -> Callable[[Content], None]:
 
 MANIFESTS: dict[str, Callable[[Content], None]] = {
     "no files": without("files"),
-    "bytes negative": at("files", TENSORS, "bytes", value=-1),
-    "no header": without("files", TENSORS, "header"),
-    "a file null": at("files", TENSORS, value=None),
-    "bytes of a state beyond all": at("files", "state.pt", "bytes", value=(1 << 30) + 1),
     "no state": without("files", "state.pt"),
     "state without checksum": at("files", "state.pt", value={"bytes": 5, "header": "0" * 64}),
     "up the tree": a_file("../../etc/passwd"),
-    "a name with NUL": a_file("a\0b"),
-    "a name of control characters": a_file("\x1b[2J"),
-    "a long name": a_file("x" * 300),
-    "a name that is no text": a_file("\ud800"),
     "no pieces": at("tensors", KEY, value=[]),
     "twice": lambda content: content["tensors"][KEY].append(content["tensors"][KEY][0]),
     "shape of floats": piece(shape=[8.0]),
     "shape negative": piece(shape=[-8]),
     "shape huge": piece(shape=[1 << 40, 1 << 40]),
-    "shape whose strides overflow": piece(shape=[0, 1 << 61, 1 << 61], offsets=[0] * 3, lengths=[0] * 3),
-    "shape of many dimensions": piece(shape=[1] * 100_000),
     "offsets of two dimensions": piece(offsets=[0, 0]),
     "offset -1": piece(offsets=[-1]),
     "offset 1": piece(offsets=[1]),
-    "offset a number beyond all": piece(offsets=[10**400]),
     "length 1e9": piece(lengths=[1e9]),
     "length 7": piece(lengths=[7]),
-    "flat a number": piece(flat=1),
-    "flat and of two dimensions": piece(flat=True, shape=[2, 4], offsets=[0, 0], lengths=[2, 4]),
     "file up the tree": piece(file="../../etc/passwd"),
     "file without tensors": piece(file="state.pt"),
     "no checksum": without("tensors", KEY, 0, "sha256"),
-    "checksum short": piece(sha256="0"),
-    "a long name of a tensor": lambda content: content["tensors"].update({"model." + "\x1b" * 5000: []}),
-    "pieces in one file": lambda content: content["tensors"][KEY].append(
-        {**content["tensors"][KEY][0], "offsets": [8], "lengths": [0]}),
     "another shape of as many": piece(shape=[2, 4], offsets=[0, 0], lengths=[2, 4]),
     "a tensor less": without("tensors", KEY),
     "a moment less": without("tensors", "exp_avg_sq.scale"),
     "a master less": without("tensors", "master.scale"),
     "a tensor that is not in the file": at("tensors", "model.new", value=[
         {"shape": [], "offsets": [], "lengths": [], "flat": False, "file": TENSORS, "sha256": "0" * 64}]),
-    "nested deeply": at("ranks", value=json.loads("[" * 500 + "]" * 500)),
 }  # fmt: skip
 
 
@@ -107,43 +87,10 @@ def test_forged_manifests_are_refused(saved: Path, run: Run, tmp_path: Path) -> 
         assert str(folder) in refusal_of(folder, run), name
 
 
-def of_first_version(content: Content) -> None:
-    """Describes pieces as version 1 did: by one dimension, of which it had a run of indices."""
-    content["version"] = 1
-    for one in (one for pieces in content["tensors"].values() for one in pieces):
-        offsets, lengths = one.pop("offsets"), one.pop("lengths")
-        one.update(dim=0, start=(*offsets, 0)[0], length=(*lengths, 1)[0])
-
-
-def test_checkpoints_of_the_first_version_are_read(saved: Path, run: Run, tmp_path: Path) -> None:
-    old = forged(saved, tmp_path / "step-2", of_first_version)
-    checkpoints.load(saved, run.model, run.optimizer)
-    expected, buffers, _ = run.everything()
-    run.steps(range(50, 51))
-    assert run.everything()[0] != expected
-    checkpoints.load(old, run.model, run.optimizer)
-    found, loaded, _ = run.everything()
-    assert found == expected and all(torch.equal(a, b) for a, b in zip(loaded, buffers, strict=True))
-
-
-FIRST_VERSION: list[dict[str, Any]] = [
-    {"dim": 7}, {"dim": -1}, {"dim": None}, {"start": 1}, {"start": 0.5}, {"length": 10**9}, {"length": 7},
-    {"flat": True, "dim": 1}, {"shape": [], "start": 3},
-]  # fmt: skip
-
-
-def test_forged_manifests_of_other_versions_are_refused(saved: Path, run: Run, tmp_path: Path) -> None:
-    for number, version in enumerate([0, 3, "2", None, [2]]):
+def test_manifests_of_other_versions_are_refused(saved: Path, run: Run, tmp_path: Path) -> None:
+    for number, version in enumerate([1, 3, "2", None, [2]]):
         folder = forged(saved, tmp_path / f"version-{number}", at("version", value=version))
-        assert "this superoffload reads 1 to 2" in refusal_of(folder, run), version
-    for number, values in enumerate(FIRST_VERSION):
-
-        def change(content: Content, values: dict[str, Any] = values) -> None:
-            of_first_version(content)
-            piece(**values)(content)
-
-        folder = forged(saved, tmp_path / str(number), change)
-        assert "the manifest is damaged" in refusal_of(folder, run), values
+        assert "this superoffload reads 2" in refusal_of(folder, run), version
 
 
 def state_at(*path: Any, value: Any) -> Callable[[Content], Any]:
@@ -255,20 +202,8 @@ def test_paths_that_cannot_be(run: Run) -> None:
         assert not isinstance(folder, str) or checkpoints.latest(folder) is None
 
 
-def test_text_of_others_is_bounded_in_depth_and_size_and_steers_no_terminal(tmp_path: Path) -> None:
-    contents: list[Any] = [{"[" * 200: '"\\' + "{" * 200}, [[[]]] * 1000, json.loads("[" * 60 + "]" * 60)]
-    for content in contents:
-        text = json.dumps(content).encode()
-        assert parse_json(text) == content
-    for text in (b"[" * 65 + b"]" * 65, b'["\\\\"' + b",[" * 70, b'{"a":' * 70 + b"1" + b"}" * 70, b"[]]"):
-        with pytest.raises(ValueError, match="nested deeper"):
-            parse_json(text)
-    for at in range(-8, 3):  # an escape, a quote and a bracket where one block ends and the next begins
-        before = b'["' + b"x" * ((1 << 16) + at)
-        assert parse_json(before + b'\\\\\\"[[[[", [[]]]')[1] == [[]]
-        with pytest.raises(ValueError, match="nested deeper"):
-            parse_json(before + b'\\\\", ' + b"[" * 130)
-    assert printable("a\x1b[31mb\udcff\u202e\n\tö") == "a\\x1b[31mb\\udcff\\u202e\\n\\tö"
-    (tmp_path / "x").write_text('"' + "x" * 100 + '"')
-    with pytest.raises(ArgumentError, match="more than 50 bytes"):
-        read_json(tmp_path / "x", 50)
+def test_folders_may_be_links(saved: Path, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "all").symlink_to(saved.parent)
+    (tmp_path / "newest").symlink_to(tmp_path / "all" / saved.name)
+    checkpoints.load(tmp_path / "newest", run.model, run.optimizer)
+    assert checkpoints.latest(tmp_path) == tmp_path / "newest"

@@ -18,7 +18,7 @@ from torch import nn
 
 from superoffload import AdamW, checkpoints
 from superoffload.checkpoints import folder as folders
-from superoffload.checkpoints.safetensors import TensorFile
+from superoffload.checkpoints.tensor_files import TensorFile
 from superoffload.engine.snapshot import ShardState, Snapshot
 from superoffload.errors import DiskError, StateError
 from tests.support.adamw_training import model_of, train

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from superoffload import AdamW, checkpoints
-from superoffload.checkpoints import safetensors, saving
+from superoffload.checkpoints import saving, tensor_files
 from tests.support.adamw_training import model_of, train
 from tests.support.saved_runs import Run, assert_same
 
@@ -61,7 +61,7 @@ def run() -> Iterator[Run]:
 
 def test_a_handler_saves_in_the_middle_of_a_save(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, extra = run.everything(), run.extra()
-    raise_at(monkeypatch, safetensors.TensorFile, "write", 3)
+    raise_at(monkeypatch, tensor_files.TensorFile, "write", 3)
     with handling(lambda: checkpoints.save(tmp_path / "told", run.model, run.optimizer, extra=extra)):
         checkpoints.save(tmp_path / "step-2", run.model, run.optimizer, extra=extra)
     for name in ("told", "step-2"):
@@ -74,7 +74,7 @@ def test_saves_that_begin_within_each_other_are_both_protected(
     """The second one begins when the first has made its folder, and is written after two more steps."""
     wanted, extra, second = run.everything(), run.extra(), list[checkpoints.Saving]()
     go = threading.Event()
-    write = safetensors.TensorFile.write
+    write = tensor_files.TensorFile.write
 
     def later(*arguments: Any) -> None:
         go.wait(60)
@@ -86,7 +86,7 @@ def test_saves_that_begin_within_each_other_are_both_protected(
         )
 
     with monkeypatch.context() as patch, handling(save):
-        patch.setattr(safetensors.TensorFile, "write", later)
+        patch.setattr(tensor_files.TensorFile, "write", later)
         raise_at(patch, saving, "_agree_on_folder", 1)
         first = checkpoints.save_in_background(
             tmp_path / "step-2", run.model, run.optimizer, extra=extra, memory=1 << 30
@@ -129,7 +129,7 @@ def test_a_handler_trains_in_the_middle_of_a_save(
     plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digests = plain.optimizer.state_digests()
-    raise_at(monkeypatch, safetensors.TensorFile, "write", 3)
+    raise_at(monkeypatch, tensor_files.TensorFile, "write", 3)
     with handling(plain.train):
         checkpoints.save(tmp_path / "step-2", plain.model, plain.optimizer)
     assert plain.optimizer.state_digests() != digests
@@ -147,7 +147,7 @@ def test_a_handler_that_needs_the_optimizer_does_not_wait_for_a_thread_that_wait
         training.start()
         training.join(0.5)  # it is done, or waits for what is being read
 
-    raise_at(monkeypatch, safetensors.TensorFile, "write", 2, first=train_beside)
+    raise_at(monkeypatch, tensor_files.TensorFile, "write", 2, first=train_beside)
     with handling(plain.optimizer.synchronize):
         checkpoints.save(tmp_path / "step-2", plain.model, plain.optimizer)
     training.join(60)

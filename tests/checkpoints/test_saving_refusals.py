@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from superoffload import AdamW, checkpoints
-from superoffload.checkpoints.safetensors import Entry, TensorFile
+from superoffload.checkpoints.tensor_files import Entry, TensorFile
 from superoffload.errors import ArgumentError
 from tests.support.adamw_training import model_of
 from tests.support.forged_checkpoints import with_state
@@ -146,3 +147,29 @@ def test_bad_arguments(run: Run, tmp_path: Path) -> None:
     checkpoints.save(tmp_path / "a", run.model, run.optimizer)
     with pytest.raises(ArgumentError, match="exists already"):
         checkpoints.save(tmp_path / "a", run.model, run.optimizer)
+
+
+def test_amsgrad_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    """Its maxima have no place in a checkpoint, also not in one that another program wrote."""
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+    one, other = torch.optim.AdamW(first.parameters()), torch.optim.AdamW(second.parameters())
+    first(torch.ones(4, 3)).sum().backward()
+    one.step()
+    one.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ArgumentError, match="amsgrad=True, whose max_exp_avg_sq is not saved"):
+        checkpoints.save(tmp_path / "a", first, one)
+    assert not list(tmp_path.iterdir())
+    one.param_groups[0]["amsgrad"] = False
+    saved = checkpoints.save(tmp_path / "a", first, one)
+    content, data = torch.load(saved / "state.pt", weights_only=True), io.BytesIO()
+    content["groups"][0]["amsgrad"] = True
+    torch.save(content, data)
+    theirs = with_state(saved, tmp_path / "theirs", data.getvalue())
+    for folder, whose in ((theirs, "the checkpoint's"), (saved, "the optimizer's")):
+        other.param_groups[0]["amsgrad"] = whose == "the optimizer's"
+        was = str((list(second.parameters()), other.state_dict()))
+        with pytest.raises(ArgumentError, match=f"{whose} param group 0 has amsgrad=True"):
+            checkpoints.load(folder, second, other)
+        assert str((list(second.parameters()), other.state_dict())) == was
+    checkpoints.load(saved, second)
+    assert all(map(torch.equal, second.parameters(), first.parameters()))

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW, checkpoints
-from superoffload.checkpoints import safetensors
-from superoffload.checkpoints.safetensors import TensorFile
+from superoffload.checkpoints import tensor_files
+from superoffload.checkpoints.tensor_files import TensorFile
 from superoffload.engine.speculation_schedule import Schedule
 from superoffload.optimizer import state_dict
 from tests.support.adamw_training import Reordered, TorchAdamW, model_of, train
@@ -37,7 +37,7 @@ from tests.support.split_masters import (
 def _many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors are written, read and loaded in several blocks, as large ones are."""
     monkeypatch.setattr(state_dict, "_BLOCK", 100)
-    monkeypatch.setattr(safetensors, "_RUN", 512)
+    monkeypatch.setattr(tensor_files, "_RUN", 512)
 
 
 CARRIED: list[tuple[Carry, str, str, bool]] = [

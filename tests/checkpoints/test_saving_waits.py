@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from superoffload import checkpoints
 from superoffload.checkpoints import joining, part_files
-from superoffload.checkpoints.safetensors import TensorFile
+from superoffload.checkpoints.tensor_files import TensorFile
 from tests.support.rank_processes import on_ranks, optimizer_of
 from tests.support.saved_ranks import build, step
 
@@ -54,16 +54,16 @@ def waits(folder: str) -> dict[str, str]:
         def save(name: str, timeout: float = 60.0) -> str:
             return error_of(lambda: checkpoints.save(root / name, model, optimizer, timeout=timeout))
 
-        with on_rank(1, "writing.sync_folder", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))):
+        with on_rank(1, "folder.sync_folder", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))):
             told["not confirmed"] = save("not-confirmed")
-        with on_rank(1, "folder.read_json", mock.Mock(side_effect=AssertionError("the whole manifest"))):
+        with on_rank(1, "folder.read_manifest", mock.Mock(side_effect=AssertionError("the whole manifest"))):
             told["not read"] = save("not-read")
         with on_rank(
             1, "joining.os.listdir", mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
         ):
             told["not listed"] = save("not-listed")
         # The first rank writes for longer than the time-out: file by file, then nothing at all.
-        with on_rank(0, "safetensors.TensorFile.write", late(0.02, TensorFile.write)):
+        with on_rank(0, "tensor_files.TensorFile.write", late(0.02, TensorFile.write)):
             told["slow"] = save("slow", timeout=0.5)
         with on_rank(0, "saving.complete", late(1.2, joining.complete)):
             told["silent"] = save("silent", timeout=0.5)
@@ -90,7 +90,7 @@ def first_gives_up(folder: str) -> str:
     with (
         optimizer_of(model, **options) as optimizer,
         on_rank(1, "saving.write_part", late(1.0, part_files.write_part)),
-        on_rank(0, "safetensors.os.pwrite", full),
+        on_rank(0, "tensor_files.os.pwrite", full),
     ):
         return error_of(lambda: checkpoints.save(f"{folder}/step-1", model, optimizer, timeout=60.0))
 

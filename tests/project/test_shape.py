@@ -21,10 +21,10 @@ BUDGET = {
     "engine": (4130, 32),
     "links": (1950, 16),
     "distributed": (2420, 19),
-    "checkpoints": (2420, 15),
+    "checkpoints": (1930, 10),
     "integrations": (3650, 34),
-    "host": (1100, 12),
-    "tools": (1465, 9),
+    "host": (960, 12),
+    "tools": (1464, 9),
 }
 
 

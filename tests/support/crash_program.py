@@ -28,7 +28,7 @@ from tests.support.disk_faults import KILL, KILLED, SHORT, TEAR, Record, Watch
 SEEDS = range(2)  # partial losses that are tried after each call
 ADVICE = ("free some space", "save again, to another place", "remove them by hand")
 RETRIED = ("open", "read", "write", "sync", "truncate", "lock")  # by Python, where a signal interrupts them
-LEFT_BEHIND = ".writing-node7-536870912-5-{}-{}-0123456789ab"  # by a process that is gone
+LEFT_BEHIND = (".writing-step-2-0123456789ab", ".removing-step-0-0123456789ab")  # by a process that is gone
 
 
 class Training:
@@ -62,10 +62,9 @@ class Scenario:
         if self.name != "first":
             training, runs = Training(1), self.before / "runs"
             checkpoints.save(runs / "step-1", training.model, training.optimizer)
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
-            left = runs / LEFT_BEHIND.format(os.stat("/proc/self/ns/pid").st_ino, boot)
-            left.mkdir()
-            (left / "rank-00000.safetensors").write_bytes(b"half")
+            for name in LEFT_BEHIND:
+                (runs / name).mkdir()
+                (runs / name / "rank-00000.safetensors").write_bytes(b"half")
             (runs / "latest").symlink_to("step-1")
 
     def copy(self, root: Path) -> Path:
@@ -119,7 +118,7 @@ class Check:
         runs = (root / scenario.folder).parent
         if any(runs.glob(".*")):
             self.counts["left something behind"] += 1
-            checkpoints.save(runs / "step-3", self.training.model, self.training.optimizer)
+            checkpoints.save(runs / "step-3", self.training.model, self.training.optimizer, keep=3)
         hidden = [path.name for path in runs.glob(".*")]
         self.expect(not hidden, f"{what}: the next save leaves {hidden}")
         shutil.rmtree(root)

@@ -64,7 +64,7 @@ def test_fields_that_a_config_leaves_to_its_class(tmp_path: Path, monkeypatch: p
         ("[]", "JSON object"),
         ('{"hidden_size": 64, "num_hidden_layers": 99999999}', "num_hidden_layers=99999999"),
         (json.dumps({**LLAMA, "hidden_size": "wide"}), "hidden_size='wide'"),
-        ("[" * 100_000, "nested"),
+        ("[" * 100_000, "not JSON"),
     ],
 )
 def test_unusable_configs(tmp_path: Path, text: str, message: str) -> None:

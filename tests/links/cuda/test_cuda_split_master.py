@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW, checkpoints
-from superoffload.checkpoints.safetensors import TensorFile
+from superoffload.checkpoints.tensor_files import TensorFile
 from superoffload.engine.engine import Engine
 from superoffload.engine.placement import Placer
 from tests.support.adamw_training import batch, model_of, train, weights
