@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -114,25 +115,18 @@ def train_row(contestant: str, device: str, size: Size, tokens: int, capped: boo
 
 
 def published_sizes(toy: bool) -> tuple[int, ...]:
-    from benchmarks.planned_and_published import HIDDEN_SIZES
-
-    return (32, 64) if toy else HIDDEN_SIZES
+    return (32, 64) if toy else (2048, 3072, 4096, 5120)
 
 
 def published_row(contestant: str, device: str, ranks: int, hidden: int, toy: bool) -> TrainRow:
-    """Returns the setting of the evaluation in benchmarks/planned_and_published.py: a sequence per GPU and step."""
-    from benchmarks.planned_and_published import evaluated_model, swiglu_width
-
+    """Returns the setting of Steiger, Zuidema and Dionysiou's evaluation of DeepSpeed (ETH Zurich, 2025,
+    https://rahulsteiger.github.io/notes/2025/lsaie-project/): a sequence per GPU and step."""
+    multiple = 16 if toy else 1024
+    inner = multiple * math.ceil(int(1.3 * int(2 * 4 * hidden / 3)) / multiple)  # Llama's rule, times 1.3
     if toy:
-        model = ModelConfig(
-            layers=2, hidden=hidden, heads=4, kv_heads=2, mlp=swiglu_width(hidden, 16), sequence=32, vocabulary=512
-        )
+        model = ModelConfig(layers=2, hidden=hidden, heads=4, kv_heads=2, mlp=inner, sequence=32, vocabulary=512)
         return TrainRow(contestant, device, model, 1, 4, warm_up=1, blocks=2, steps=1, ranks=ranks)
-    shape = evaluated_model(hidden)
-    model = ModelConfig(
-        layers=shape.layers, hidden=hidden, heads=shape.heads, kv_heads=shape.kv_heads, mlp=shape.ffn, sequence=2048,
-        vocabulary=shape.vocabulary,
-    )  # fmt: skip
+    model = ModelConfig(layers=32, hidden=hidden, heads=32, kv_heads=8, mlp=inner, sequence=2048, vocabulary=131_072)
     return TrainRow(contestant, device, model, 1, 1, warm_up=100, blocks=9, steps=100, ranks=ranks)
 
 
