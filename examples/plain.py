@@ -57,9 +57,10 @@ def main() -> None:
     optimizer = superoffload.AdamW(model.parameters(), lr=3e-3, max_grad_norm=1.0, model=model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     first = 0
-    if args.resume:
-        folder = checkpoints.latest(args.out)
-        assert folder is not None, f"no checkpoint in {args.out}"
+    folder = checkpoints.latest(args.out)
+    if args.resume != (folder is not None):
+        parser.error(f"--out {args.out}: " + (f"has {folder}; add --resume" if folder else "no checkpoint to resume"))
+    if folder is not None:
         extra = checkpoints.load(folder, model, optimizer)
         scheduler.load_state_dict(extra["scheduler"])
         first = extra["step"]

@@ -6,7 +6,6 @@ This file has its arguments and the methods that users call. Its parts are in ``
 from __future__ import annotations
 
 import inspect
-import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
@@ -341,11 +340,10 @@ class AdamW(Optimizer):
         self._parts.state.follow_parameters()
 
     @outside_inference
-    def sleep(self, folder: str | os.PathLike[str] | None = None) -> None:
+    def sleep(self) -> None:
         """Finishes the last step and gives back all memory but masters and moments, on this rank, until ``wake()``.
-        A ``folder`` on a disk takes those, too. Raises, and changes nothing, where gradients wait for ``step()``
-        (StateError) or the folder has no room for the state (ArgumentError): docs/rl.md."""
-        self._parts.rest.sleep(folder)
+        Raises StateError, and changes nothing, where gradients wait for ``step()``: docs/rl.md."""
+        self._parts.rest.sleep()
 
     @outside_inference
     def wake(self) -> None:

@@ -23,10 +23,6 @@ class StateError(SuperOffloadError):
     """A call does not fit the calls before it (a closed optimizer, a forked process, ...)."""
 
 
-class LostState(StateError):
-    """A file has other bytes than ``sleep()`` wrote into it. Only a checkpoint helps: the optimizer cannot wake."""
-
-
 class HostMemoryError(SuperOffloadError, MemoryError):
     """The system refused host memory; the message names the size, the purpose and what needs less. If ``step()`` raises
     it, the step was completed, and the next gradient asks for the memory again."""

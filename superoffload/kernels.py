@@ -30,7 +30,7 @@ def set_isa(name: str) -> None:
     if not _native.set_isa(name):
         raise ArgumentError(
             f"instruction set {name!r}: not available here; this machine and build have {', '.join(available_isas())}: "
-            "choose one of these, or none for the fastest"
+            "choose one of these, or unset it for the fastest"
         )
 
 

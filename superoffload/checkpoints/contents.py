@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from superoffload.adamw import AdamW
 from superoffload.checkpoints.tensor_files import Piece
+from superoffload.cpu_adamw import CPUAdamW
 from superoffload.distributed.owners import OwnersTable
 from superoffload.distributed.ownership import Holding, dtensor_holding, whole_holding
 from superoffload.distributed.session import RankSession
@@ -128,8 +129,11 @@ class Named:
 
 def check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, (AdamW, torch.optim.AdamW)):
-        deepspeed = "Stage3" in type(optimizer).__name__
-        remedy = "use engine.save_checkpoint()" if deepspeed else "pass a wrapper's .optimizer (Accelerate's has one)"
+        remedy = "pass a wrapper's .optimizer (Accelerate's has one)"
+        if isinstance(optimizer, CPUAdamW):
+            remedy = "save its state_dict() and the model's with torch.save()"
+        elif "Stage3" in type(optimizer).__name__:
+            remedy = "use engine.save_checkpoint()"
         raise ArgumentError(
             f"optimizer: {type(optimizer).__name__}, expected superoffload.AdamW or torch.optim.AdamW; {remedy}"
         )

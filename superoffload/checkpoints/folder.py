@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,26 @@ def begin(final: Path) -> Path:
         for path, kind, name in _hidden(final.parent):
             if kind == "writing" and name == _stem(final):
                 give_up(path)
+        _warn_of_newer(final)
         folder = hidden(final, "writing")
         folder.mkdir()
     except OSError as error:
         raise _cannot_be_made(final, error) from error
     return folder
+
+
+def _warn_of_newer(final: Path) -> None:
+    """Warns where ``latest()`` will not name this checkpoint, as after a run that began anew in a folder of another."""
+    with contextlib.suppress(OSError):
+        series = [path for path in final.parent.iterdir() if _series(path) == _series(final)]
+        newest = max(series, key=_order, default=final)
+        if _order(newest) > _order(final) and os.path.isfile(newest / MANIFEST):
+            warnings.warn(
+                f"superoffload: {newest} has a higher number than what is saved now, so latest() names it and keep "
+                "leaves it; if it is of another run, save into another folder or remove it",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def hidden(final: Path, kind: str) -> Path:

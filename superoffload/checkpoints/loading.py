@@ -109,10 +109,10 @@ def _told_apart(work: Callable[[], None]) -> None:
 
 
 def _refuse_differing(stored: Stored, what: str, saved: set[str], ours: set[str]) -> None:
-    for who, names in (("the model lacks", saved - ours), ("the checkpoint lacks", ours - saved)):
-        if names:
-            listed = ", ".join(map(shortened, sorted(names)[:5]))
-            raise ArgumentError(f"{stored.folder}: {who} {what}{listed}; is it of another model?")
+    sides = (("the model", saved - ours), ("the checkpoint", ours - saved))
+    lack = [f"{who} lacks {what}{', '.join(map(shortened, sorted(names)[:5]))}" for who, names in sides if names]
+    if lack:
+        raise ArgumentError(f"{stored.folder}: {'; '.join(lack)}; is it of another model?")
 
 
 def _other_values(stored: Stored, named: Named, whole: Whole) -> dict[str, Any]:
@@ -237,12 +237,13 @@ def _as_in_memory(values: Values, holding: Holding) -> Values:
 
 
 def _refuse_groups(stored: Stored, theirs: Sequence[list[str]], ours: Sequence[list[str]]) -> None:
-    for index, (saved, mine) in enumerate(zip(theirs, ours, strict=False)):
-        different = sorted(set(saved) ^ set(mine)) or ["their order"]
-        if saved != mine:
-            listed = ", ".join(map(shortened, different[:5]))
-            raise ArgumentError(f"{stored.folder}: param group {index} differs: {listed}")
-    raise ArgumentError(f"{stored.folder}: {len(theirs)} param groups, the optimizer has {len(ours)}")
+    if len(theirs) != len(ours):
+        raise ArgumentError(f"{stored.folder}: {len(theirs)} param groups, the optimizer has {len(ours)}")
+    for index, (saved, mine) in enumerate(zip(theirs, ours, strict=True)):
+        sides = (("the checkpoint's", set(saved) - set(mine)), ("the optimizer's", set(mine) - set(saved)))
+        only = [f"only {whose} has {', '.join(map(shortened, sorted(names)[:5]))}" for whose, names in sides if names]
+        if only:
+            raise ArgumentError(f"{stored.folder}: param group {index} differs: {'; '.join(only)}")
 
 
 # ---- put into place ---------------------------------------------------------------------------------------------

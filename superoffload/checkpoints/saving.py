@@ -259,7 +259,8 @@ def _state_bytes(optimizer: Optimizer, whole: Whole, extra: dict[str, Any]) -> b
         ) from error
 
 
-_UNREADABLE = (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError, RecursionError)
+# StateError: of an optimizer of ours, which a scheduler holds.
+_UNREADABLE = (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError, RecursionError, StateError)
 
 
 def _safely(content: Any) -> bytes:

@@ -97,14 +97,13 @@ class Stored:
                 f"{self.folder}: {shortened(key)} has shape {self.shape(key)}, expected {own.shape}; is it of "
                 "another model?"
             )
-        found = [(piece, self._tensor(key, piece, file)) for piece, file, _ in self.tensors[key][:1]]  # for its dtype
-        dtype = found[0][1].dtype
         found = []
-        for piece, file, digest in self.tensors[key]:
-            if may_share(piece, own):
+        for index, (piece, file, digest) in enumerate(self.tensors[key]):
+            wanted = may_share(piece, own)
+            if wanted or not index:  # the first one tells the dtype
                 values = self._tensor(key, piece, file)
-                if values.dtype != dtype:
-                    raise ArgumentError(f"{self.folder}: {key} has pieces of {dtype} and of {values.dtype}")
+                dtype = values.dtype
+            if wanted:
                 self._compare(self.folder / file, key, bytes_of(values), digest)
                 found.append((piece, values))
 

@@ -130,11 +130,6 @@ class Shard:
         upper = 0 if self.upper is None else 2 * self.numel
         return self.master.nbytes + self.exp_avg.nbytes + self.exp_avg_sq.nbytes + upper
 
-    @property
-    def is_elsewhere(self) -> bool:
-        """Returns whether its state is in no memory, but in a file (superoffload/engine/state_file.py)."""
-        return self.master.numel() < self.numel
-
     def read_masters(self, phase: int = 0, stride: int = 1) -> Tensor:
         """Returns every ``stride``-th master from ``phase`` below ``stride``, in float32; of split masters a copy."""
         part = self.master[phase::stride]

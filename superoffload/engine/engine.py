@@ -393,12 +393,10 @@ class Engine(EngineParts):
         return digests_of(self.shards)
 
     def close(self) -> None:
-        """Undoes speculation, ends the worker threads and gives up a file of state."""
+        """Undoes speculation and ends the worker threads."""
         try:
             self.tail.finish()
             self.abandon()
             self._raise_failure()
         finally:
             self.end_threads()
-            if self.layout.stored is not None:
-                self.layout.stored.close()

@@ -16,7 +16,6 @@ from superoffload.engine.native_work import native_work, shared_journals
 from superoffload.engine.placement import Placer, move_state
 from superoffload.engine.placement_choice import Measured
 from superoffload.engine.speculation_schedule import Schedule
-from superoffload.engine.state_file import StateFile
 from superoffload.host.memory import exceeds_caches, is_out_of_memory, room_on_device
 from superoffload.links.base import Link
 
@@ -54,7 +53,6 @@ class Layout:
         self.places: dict[int, list[tuple[Bucket, int]]] = {}  # of each shard: its buckets, and its place in them
         self._backward: list[int] = []  # shards in the observed order
         self._unattached: list[list[Shard]] = []  # shards without buckets, in the order of backward
-        self.stored: StateFile | None = None  # has all state, between ``store()`` and ``fetch()``
         self._asleep_from_device: list[Shard] = []  # whose state returns there in ``wake()``
         self._outdated = False  # the buckets will be replaced; their packed gradients may still be needed
         self._past_cache = False  # a step over all buckets exceeds the caches
@@ -222,25 +220,8 @@ class Layout:
             move_state(shard, None)
             self._asleep_from_device.append(shard)
         self._link.give_back()
-        self._count_state()
-
-    def _count_state(self) -> None:
         self._host_bytes = sum(map(_state_bytes, self.shards))
         self._host_bytes += sum(shard.upper.nbytes for shard in self.shards if shard.upper is not None)
-
-    def store(self, file: StateFile) -> None:
-        """Moves all state, asleep, to ``file``. Where this raises OSError, it is in memory as before."""
-        file.take(self.shards, apart=self._asleep_from_device)
-        self.stored = file
-        self._count_state()
-
-    def fetch(self) -> None:
-        """Moves state from its file back to host memory. Where this raises, it is in the file as before."""
-        if self.stored is not None:
-            self.stored.give_back()
-            self.stored.close()
-            self.stored = None
-            self._count_state()
 
     def wake(self) -> None:
         """Takes the memory back and moves state back to the device. Where this raises, all is asleep as before."""

@@ -39,7 +39,7 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     metrics: bool | Literal["all"] | list[str] | None = None
-    sleep: bool | str | None = None
+    sleep: bool | None = None
     speculation: Literal["adaptive", "always", "never"] | None = None
     delivery: Literal["eager", "on_demand"] | None = None
     keep_grads: bool | None = None

@@ -6,7 +6,6 @@ during backward, and the norm is known after ``step()``, in time for Trainer's l
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from threading import get_ident
 from typing import Any
@@ -43,7 +42,7 @@ def offload(
     trainer: Trainer,
     *,
     metrics: bool | str | Iterable[str] = True,
-    sleep: bool | str | os.PathLike[str] | None = False,
+    sleep: bool = False,
     **options: Any,
 ) -> Offload:
     """Makes ``trainer`` train with ``superoffload.AdamW``, set as its TrainingArguments say; returns its callback.
@@ -53,15 +52,16 @@ def offload(
         metrics: which of the names in docs/metrics.md are added to Trainer's training logs, as ``superoffload/NAME``:
             True for a handful (``LOGGED``), "all", an iterable of names, or False for none. Counters go on when a run
             resumes from a checkpoint of Trainer.
-        sleep: of TRL's trainers that generate (GRPO, RLOO): while they do, the optimizer sleeps (docs/rl.md). The path
-            of a folder on a disk takes masters and moments meanwhile.
+        sleep: of TRL's trainers that generate (GRPO, RLOO): while they do, the optimizer sleeps (docs/rl.md).
         options: further arguments of ``superoffload.AdamW`` (speculation, threads, bucket_numel, ...). With
             delivery="on_demand", callbacks that read parameters call ``synchronize()`` of the optimizer first.
     """
     _check(trainer, options)
     names = names_of(metrics)
-    if sleep is not None and sleep is not False:
-        _sleep_while_it_generates(trainer, None if sleep is True else sleep)
+    if sleep not in (True, False):
+        raise ArgumentError(f"sleep={sleep!r}: expected True or False; state stays in host memory")
+    if sleep:
+        _sleep_while_it_generates(trainer)
     args = trainer.args
     given: dict[str, Any] = {
         "lr": args.learning_rate,
@@ -122,7 +122,7 @@ def on_host(load: Callable[..., None]) -> Callable[..., None]:
     return load_on_host
 
 
-def _sleep_while_it_generates(trainer: Any, folder: str | os.PathLike[str] | None) -> None:
+def _sleep_while_it_generates(trainer: Any) -> None:
     args = trainer.args
     generate = getattr(trainer, "_generate", None)
     if generate is None or not hasattr(args, "steps_per_generation"):
@@ -130,8 +130,6 @@ def _sleep_while_it_generates(trainer: Any, folder: str | os.PathLike[str] | Non
             f"sleep: {type(trainer).__name__} does not generate, or not between two steps; expected a trainer like "
             "TRL's GRPOTrainer"
         )
-    if folder is not None and not os.path.isdir(folder):
-        raise ArgumentError(f"sleep={str(folder)!r}: expected a folder that exists, or True to stay in memory")
     every = args.steps_per_generation * getattr(args, "num_iterations", 1)
     if every % args.gradient_accumulation_steps:
         raise ArgumentError(
@@ -143,7 +141,7 @@ def _sleep_while_it_generates(trainer: Any, folder: str | os.PathLike[str] | Non
         if trainer.optimizer is None:  # an evaluation before train()
             return generate(*positional, **named)
         optimizer = optimizer_of(trainer.optimizer)
-        optimizer.sleep(folder)
+        optimizer.sleep()
         try:
             return generate(*positional, **named)
         finally:

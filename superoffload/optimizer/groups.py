@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from superoffload.distributed.setup import plain_name
 from superoffload.engine.bucket import GroupHyper
 from superoffload.optimizer.arguments import check_group
-from superoffload.optimizer.unknown_arguments import OF_TORCH, refuse_other_steps
+from superoffload.optimizer.unknown_arguments import OF_TORCH, refuse_in_group, refuse_other_steps
 
 _KEYS = ("lr", "betas", "eps", "weight_decay")
-_MAY_LACK = ("maximize", "bias_correction", *OF_TORCH)  # as groups of other optimizers do
+_MAY_LACK = ("maximize", "bias_correction", *OF_TORCH, "max_grad_norm")  # as groups of other optimizers do
 
 
 class _Checked(NamedTuple):
@@ -53,6 +53,7 @@ class ParamGroups:
         if known is not None and all(map(is_, known.values, values)):
             return known.hyper
         check_group(group)
+        refuse_in_group(f"param_groups[{index}]", group)
         refuse_other_steps(f"param_groups[{index}]", group)
         lr, (beta1, beta2), eps, weight_decay, maximize = values[:5]
         hyper = GroupHyper(

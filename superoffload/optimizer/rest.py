@@ -1,17 +1,14 @@
-"""Between generation and training an optimizer sleeps: it keeps masters and moments, in memory or in a file, and gives
-other memory back."""
+"""Between generation and training an optimizer sleeps: it keeps masters and moments, and gives other memory back."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from superoffload.engine.engine import Engine
-from superoffload.engine.state_file import StateFile
-from superoffload.errors import LostState, StateError, SuperOffloadError
+from superoffload.errors import StateError, SuperOffloadError
 from superoffload.host.memory import give_free_memory_back
 from superoffload.host.tensors import local_of
 from superoffload.optimizer.lifetime import Lifetime
@@ -31,23 +28,14 @@ class Rest:
 
     @untraced
     @torch.no_grad()
-    def sleep(self, folder: str | os.PathLike[str] | None) -> None:
-        """Where it is asleep already, only writes state that is in memory to ``folder``."""
+    def sleep(self) -> None:
+        """Does nothing if it is asleep."""
         self._lifetime.check_usable(asleep_too=True)
         self._state.await_snapshots()  # they hold memory
         with self._lifetime.whole():
             self._lifetime.check_usable(asleep_too=True)  # another thread may have closed it
-            layout = self._engine.layout
-            file = None if folder is None or layout.stored is not None else StateFile(folder, layout.shards)
-            try:
-                if not self._lifetime.asleep:
-                    self._fall_asleep()
-                if file is not None:
-                    self._store(file)
-            except BaseException:
-                if file is not None:
-                    file.close()
-                raise
+            if not self._lifetime.asleep:
+                self._fall_asleep()
         give_free_memory_back()
 
     def _fall_asleep(self) -> None:
@@ -58,15 +46,6 @@ class Rest:
             )
         self._engine.sleep()
         self._lifetime.work.rest()
-
-    def _store(self, file: StateFile) -> None:
-        try:
-            self._engine.layout.store(file)
-        except OSError as error:
-            raise StateError(
-                f"sleep(): masters and moments could not be written to {file.folder} ({error.strerror}); the optimizer "
-                "is asleep, and they are still in memory: call wake(), or sleep() again with another folder"
-            ) from error
 
     @untraced
     @torch.no_grad()
@@ -79,9 +58,6 @@ class Rest:
                 return
             with _still_asleep("give the parameter back the device, dtype, shape and order in memory that it had"):
                 self._check_parameters()
-            with _still_asleep("free memory or mend the disk"):
-                self._engine.layout.fetch()
-            with _still_asleep("give the parameter back the device, dtype, shape and order in memory that it had"):
                 self._state.follow_written()
             with _still_asleep("free memory"):
                 self._engine.wake()
@@ -101,8 +77,6 @@ def _still_asleep(advice: str) -> Iterator[None]:
     """Adds to errors that nothing has changed, and what helps."""
     try:
         yield
-    except LostState:
-        raise
     except SuperOffloadError as error:
         message = f"wake(): {error} -- the optimizer is still asleep; to wake it {advice} and call wake() again"
         raise type(error)(message) from error

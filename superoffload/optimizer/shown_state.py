@@ -20,7 +20,7 @@ from torch import Tensor
 from superoffload.distributed.ownership import like_parameter
 from superoffload.engine.bucket import Shard
 from superoffload.engine.moments import EXP_AVG, EXP_AVG_SQ, read_exp_avg, read_exp_avg_sq, write_moment
-from superoffload.errors import ArgumentError, StateError
+from superoffload.errors import ArgumentError
 from superoffload.host.bits import all_finite
 from superoffload.host.numbers import as_float
 from superoffload.host.signals import Whole
@@ -72,8 +72,7 @@ class ShownState(MutableMapping[str, Any]):
     # ---- as a mapping -----------------------------------------------------------------------------------------
 
     def _names(self) -> Iterable[str]:
-        names = _NAMES[:1] if self.tracked.shard.is_elsewhere else _NAMES
-        return [name for name in names if name not in self._removed]
+        return [name for name in _NAMES if name not in self._removed]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._kept if self._kept is not None else [*self._names(), *self._others])
@@ -176,8 +175,6 @@ class ShownState(MutableMapping[str, Any]):
             self.tracked.step.fill_(as_float(value))
             return
         where = f"optimizer.state of {self.tracked.shard.name}: {name}"
-        if self.tracked.shard.is_elsewhere:
-            raise StateError(f"{where}: masters and moments are in a file since sleep(folder); call wake() first")
         with self._revealed():
             own = self._read(name)
             if value is own:

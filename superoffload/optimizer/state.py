@@ -72,16 +72,7 @@ class State:
 
     # ---- as of the last finished step -------------------------------------------------------------------------
 
-    def _check_in_memory(self) -> None:
-        stored = self._engine.layout.stored
-        if stored is not None:
-            raise StateError(
-                f"masters and moments are in a file in {stored.folder} since sleep(folder), until wake(); call wake() "
-                "first (of a closed optimizer they are gone)"
-            )
-
     def digests(self) -> dict[str, str]:
-        self._check_in_memory()
         with self._lifetime.whole():
             self._quiesce()
             return self._engine.digests()
@@ -112,7 +103,6 @@ class State:
 
     def follow_written(self) -> None:
         """Has masters take over writes to parameters that are noticed, as every ``step()`` does."""
-        self._check_in_memory()
         with self._lifetime.whole():
             self._master_updates.follow_all(find_edits(self._params))
 
@@ -146,7 +136,6 @@ class State:
 
     def as_dict(self, of_torch: Callable[[], StateDict]) -> StateDict:
         """Returns a copy of ``of_torch()``, in which state that is spread over ranks is whole."""
-        self._check_in_memory()
         with self._lifetime.alone:  # backward in another thread would change the state during the copy
             self.quiesce()
             with self._params.shown_alone():

@@ -191,6 +191,8 @@ def is_whole_number(step: float) -> bool:
 
 
 def _read_values(where: str, name: str, value: Any, param: Tensor, part_of: PartOf) -> Values:
+    if value is None:
+        raise ArgumentError(f"{where}: {name} is missing")
     dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
     if not (dense or isinstance(value, Values)) or value.shape != param.shape or not value.dtype.is_floating_point:
         known = isinstance(value, (Tensor, Values))

@@ -66,7 +66,8 @@ class Step:
             self._idle.without_gradients(len(self._groups.params()))
             self._verdicts.without_gradients()
             return
-        self._idle.decided(skipped=verdict.found_inf)
+        norm, threshold = verdict.grad_norm, self._verdicts.max_grad_norm
+        self._idle.decided(skipped=verdict.found_inf, norm=norm, max_grad_norm=threshold)
         self._verdicts.decided(verdict)
         failure: WorkerError | HostMemoryError | None = None
         try:

@@ -52,16 +52,16 @@ def _changes_nothing(name: str, value: Any) -> bool:
     return name in _TORCHS and value is False
 
 
-# Names that other optimizers have for our settings of a group.
-_NO_KEYS_OF_GROUPS = {"learning_rate": "lr", "wd": "weight_decay", "beta1": "betas", "beta2": "betas"}
+# Names that other optimizers have for our settings.
+_OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay", "beta1": "betas", "beta2": "betas"}
 
 
 def refuse_in_group(where: str, group: Mapping[str, Any]) -> None:
     """Refuses settings in a param group that would have no effect. Users may keep other keys in their groups."""
     for name, value in group.items():
-        if name in _NO_KEYS_OF_GROUPS:
+        if name in _OTHER_NAMES:
             raise UnknownArgument(
-                f"{where}: {name}={_shown(value)} would not be read; did you mean {_NO_KEYS_OF_GROUPS[name]}?"
+                f"{where}: {name}={_shown(value)} would not be read; did you mean {_OTHER_NAMES[name]}?"
             )
         if _is_clipping(name.lower()):
             raise UnknownArgument(
@@ -118,7 +118,7 @@ def _advice(name: str, accepted: list[str]) -> str:
         if "max_grad_norm" in accepted:
             return "did you mean max_grad_norm, the threshold of the global gradient norm?"
         return "this one does not clip: call torch.nn.utils.clip_grad_norm_, or use superoffload.AdamW(max_grad_norm=)."
-    alike = get_close_matches(words, accepted, n=1)
+    alike = [_OTHER_NAMES[words]] if words in _OTHER_NAMES else get_close_matches(words, accepted, n=1)
     if words in ("grad_dtype", "gradient_dtype"):  # of which the nearest spelling is another argument
         alike = ["accumulate_dtype"]
     return f"did you mean {alike[0]}?" if alike else "nothing here has a similar name."

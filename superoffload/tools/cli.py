@@ -17,8 +17,6 @@ from superoffload.errors import ArgumentError, SuperOffloadError
 from superoffload.host.text import printable
 
 COMMANDS = ("verify", "doctor", "plan", "run")
-
-
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
@@ -41,10 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = build_parser().parse_args(arguments, argparse.Namespace(command_line=["superoffload", *arguments]))
         return int(args.run(args))
-    except ArgumentError as error:
-        return _fail(str(error), EXIT_USAGE)
     except SuperOffloadError as error:
-        return _fail(str(error), EXIT_FAILED)
+        return _fail(str(error), EXIT_USAGE if isinstance(error, ArgumentError) else EXIT_FAILED)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search("allocate memory|out of memory", str(error)):
             raise
@@ -57,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # The reader of our output went away (`| head`). Point stdout elsewhere, or flushing it at exit fails again.
+        # The reader went away (`| head`). Point stdout elsewhere, or flushing it at exit fails again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
 

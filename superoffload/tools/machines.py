@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 
 from superoffload.errors import ArgumentError
 from superoffload.host.control_groups import usable_memory
@@ -70,7 +71,8 @@ def find_machine(name: str | None, ranks: int, system: System | None = None) -> 
     if name in MACHINES:
         return MACHINES[name]
     if name is not None:
-        raise ArgumentError(f"hardware={shown(name)}: expected one of {', '.join(MACHINES)}, or none for this machine")
+        meant = "".join(f"did you mean {one}? " for one in get_close_matches(name.lower(), MACHINES, n=1))
+        raise ArgumentError(f"hardware={shown(name)}: {meant}expected one of {', '.join(MACHINES)}; or leave it out")
     import torch
 
     system = system or System()

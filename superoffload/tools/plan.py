@@ -182,7 +182,7 @@ def code_for(settings: Settings) -> list[str]:
     arguments = ["model.parameters()", "lr=1e-5", "max_grad_norm=1.0"]
     lines = ["import superoffload, torch", "model.to(torch.bfloat16)  # the optimizer has the masters"]
     if settings.checkpointing == "full":
-        lines.append("model.gradient_checkpointing_enable()")
+        lines.append("model.gradient_checkpointing_enable()  # of transformers; else torch.utils.checkpoint")
     if settings.ranks > 1:
         arguments.append("model=model")
         lines.append("from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,17 @@ def test_of_two_saves_under_one_name_the_first_is_told(tmp_path: Path, reader: A
     assert f"{tmp_path / 'step-1'}: not saved, another save under this name began" in str(caught.value)
     assert os.listdir(tmp_path) == ["step-1"]
     checkpoints.load(tmp_path / "step-1", *reader)
+
+
+def test_a_newer_checkpoint_of_another_run_is_named(tmp_path: Path, reader: Any) -> None:
+    checkpoints.save(tmp_path / "step-60", *reader)
+    for name in ("step-100", "best-1"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            checkpoints.save(tmp_path / name, *reader)
+    with pytest.warns(RuntimeWarning, match=r"step-100 has a higher number than .* now, so latest\(\) names"):
+        checkpoints.save(tmp_path / "step-70", *reader)
+    assert checkpoints.latest(tmp_path) == tmp_path / "step-100"
 
 
 def test_a_folder_that_is_given_up_goes_at_once(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from superoffload import AdamW, checkpoints
+from superoffload import AdamW, CPUAdamW, checkpoints
 from superoffload.checkpoints.tensor_files import Entry, TensorFile
 from superoffload.errors import ArgumentError
 from tests.support.adamw_training import model_of
@@ -26,6 +26,12 @@ def flip(path: Path, at: float) -> None:
     data = bytearray(path.read_bytes())
     data[int(at * (len(data) - 1))] ^= 4
     path.write_bytes(bytes(data))
+
+
+def replace(path: Path, old: bytes, new: bytes) -> None:
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new, 1))
 
 
 def truncate(path: Path) -> None:
@@ -46,11 +52,13 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "flipped bit in the header": (TENSORS, lambda path: flip(path, 0.02)),
     "flipped bit in a tensor": (TENSORS, lambda path: flip(path, 0.6)),
     "flipped last byte": (TENSORS, lambda path: flip(path, 1.0)),
+    "another type in the header": (TENSORS, lambda path: replace(path, b'"F32"', b'"I32"')),
     "another file": (TENSORS, in_its_place),
     "tensors gone": (TENSORS, os.remove),
     "flipped bit in the state": ("state.pt", lambda path: flip(path, 0.5)),
     "truncated manifest": ("manifest.json", truncate),
     "flipped bit in the manifest": ("manifest.json", lambda path: flip(path, 0.5)),
+    "another number in the manifest": ("manifest.json", lambda path: replace(path, b'"ranks":1', b'"ranks":2')),
     "manifest gone": ("manifest.json", os.remove),
 }
 
@@ -104,7 +112,8 @@ def test_code_in_a_checkpoint_does_not_run(saved: Path, run: Run, tmp_path: Path
     with pytest.raises(ArgumentError, match="cannot be read safely"):
         checkpoints.load(folder, run.model, run.optimizer)
     assert not os.path.exists("/tmp/superoffload-must-not-exist")
-    for extra in ({"x": Evil()}, {"x": lambda: 0}, [1], 3):
+    scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 3)  # it holds the optimizer; its state_dict() was meant
+    for extra in ({"x": Evil()}, {"x": lambda: 0}, {"x": scheduler}, [1], 3):
         with pytest.raises(ArgumentError, match="extra"):
             checkpoints.save(tmp_path / "a", run.model, run.optimizer, extra=extra)  # type: ignore[arg-type]
     assert os.listdir(tmp_path) == ["evil"]
@@ -113,14 +122,18 @@ def test_code_in_a_checkpoint_does_not_run(saved: Path, run: Run, tmp_path: Path
 def misfits() -> Iterator[tuple[nn.Module, Any, str]]:
     """Models and optimizers, and what is said of them."""
     model = model_of()
-    yield model, AdamW(model.parameters(), threads=1), "the model lacks"
+    yield model, AdamW(model.parameters(), threads=1), "the model lacks the extra state"
     run = Run(0, torch.bfloat16)
     run.model.norm.running_mean = torch.zeros(9, dtype=torch.bfloat16)
     yield run.model, run.optimizer, "norm.running_mean has shape (8,), expected (9,)"
     run = Run(0, torch.float32)
     yield run.model, run.optimizer, "expected torch.float32; convert the model"
     tied = Tied().bfloat16()
-    yield tied, AdamW(tied.parameters(), threads=1), "param group 0 differs"
+    yield tied, AdamW(tied.parameters(), threads=1), "2 param groups, the optimizer has 1"
+    groups = [[tied.scale], [param for param in tied.parameters() if param is not tied.scale]]
+    only = "only the checkpoint's has embedding.weight, empty, frozen.weight; only the optimizer's has scale"
+    yield tied, AdamW([{"params": group} for group in groups], threads=1), only
+    yield tied, CPUAdamW(tied.parameters()), "save its state_dict() and the model's with torch.save()"
     yield tied, torch.optim.SGD(tied.parameters()), "SGD, expected superoffload.AdamW or torch.optim.AdamW"
     yield tied, AdamW(model.parameters(), threads=1), "parameter 0 of group 0 is none of model's"
 

@@ -137,7 +137,7 @@ def _with_more(ops: Sequence[Op], seed: int, settings: Settings) -> list[Op]:
         found.append(op)
         sleeps = settings.schedule_seed + number
         if sleeps % 5 == 0:
-            found.append({"do": "sleep", "on_disk": sleeps % 10 == 0})
+            found.append({"do": "sleep"})
         if seed % 3 == 0 and (seed // 3 + number) % 4 == 0:
             how = _STATE_EDITS[(seed // 12 + number // 4) % len(_STATE_EDITS)]
             found.append({"do": "edit_state", "layer": number % len(settings.sizes), "how": how})

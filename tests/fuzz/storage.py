@@ -36,16 +36,13 @@ def sleep(world: World, op: Op) -> None:
     """Unless gradients wait, which only a run that takes them during backward can tell."""
     if world.written:  # wake() takes writes over; one that is refused does not
         world.optimizer.refresh_masters()
-    if op["on_disk"]:
-        world.kept_state.clear()  # masters and moments may be elsewhere afterwards
-    world.folder.mkdir(parents=True, exist_ok=True)
     try:
-        world.optimizer.sleep(world.folder if op["on_disk"] else None)
+        world.optimizer.sleep()
     except StateError as error:
         assert "gradients of this step" in str(error)
         world.count("sleep, refused")
     else:
-        world.count("sleep, on disk" if op["on_disk"] else "sleep, slept")
+        world.count("sleep, slept")
     world.note_published()
     world.optimizer.wake()
 

@@ -130,7 +130,8 @@ def test_the_argument_that_was_meant_is_named() -> None:
             superoffload.AdamW(params(), **given)
         with pytest.raises(UnknownArgument, match=r"this one does not clip: call torch.nn.utils.clip_grad_norm_"):
             superoffload.CPUAdamW(params(), **given)
-    for name, meant in {"weightdecay": "weight_decay", "beta1": "betas", "num_threads": "threads"}.items():
+    others = {"weightdecay": "weight_decay", "beta1": "betas", "num_threads": "threads", "learning_rate": "lr"}
+    for name, meant in others.items():
         given = {name: 3}
         with pytest.raises(UnknownArgument, match=rf"{name}=3: no such argument; did you mean {meant}\?"):
             superoffload.AdamW(params(), **given)

@@ -22,7 +22,7 @@ from superoffload import AdamW, checkpoints
 from superoffload.errors import ArgumentError, UnknownArgument
 from superoffload.host import environment
 from superoffload.host.numbers import MOST_THREADS
-from superoffload.optimizer.idle_steps import SKIPPED, WITHOUT_GRADIENTS
+from superoffload.optimizer.idle_steps import CLIPPED_BEFORE, SKIPPED, WITHOUT_GRADIENTS
 from tests.support.adamw_training import batch, model_of
 
 PACKAGE = Path(superoffload.__file__).parent
@@ -189,6 +189,33 @@ def test_steps_that_are_all_skipped_are_told_once(good: int, times: int) -> None
     messages = said(loop)
     assert len(messages) == times
     assert all(f"{SKIPPED} steps in a row were skipped" in one and "GradScaler" in one for one in messages)
+
+
+@pytest.mark.parametrize("threshold", [1e-3, 1e3], ids=["every step clips", "none does"])
+def test_clipping_by_hand_beside_max_grad_norm_is_told_once(threshold: float) -> None:
+    def loop(model: nn.Module, optimizer: AdamW) -> None:
+        optimizer.max_grad_norm = threshold
+        for step in range(3 * CLIPPED_BEFORE):
+            optimizer.zero_grad()
+            batch(model, step).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+
+    (message,) = said(loop)
+    assert "clip" in message and "torch.nn.utils.clip_grad_norm_" in message
+    assert ("was max_grad_norm=0.001 itself in 5 steps in a row" in message) is (threshold == 1e-3)
+
+
+def test_a_threshold_in_a_param_group_is_refused_later_too() -> None:
+    model = model_of()
+    with AdamW(model.parameters(), threads=1) as optimizer:
+        batch(model, 0).backward()
+        optimizer.param_groups[0]["max_grad_norm"] = 0.5
+        with pytest.raises(UnknownArgument, match=r"param_groups\[0\]: max_grad_norm=0.5 would not be read"):
+            optimizer.step()
+        del optimizer.param_groups[0]["max_grad_norm"]
+        optimizer.step()
+        assert optimizer.stats()["steps"] == 1
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ BUDGET = {
     "engine": (4130, 32),
     "links": (1950, 16),
     "distributed": (2420, 19),
-    "checkpoints": (1930, 10),
+    "checkpoints": (1955, 10),
     "integrations": (3650, 34),
     "host": (960, 12),
     "tools": (1464, 9),
