@@ -130,6 +130,7 @@ def test_the_system_gets_the_memory_back_each_time() -> None:
             asleep.append(resident_bytes())
             of_buckets.append(awake - asleep[-1])
             assert optimizer.stats()["journal_reserved_bytes"] == 0
+            assert 8 * numel <= optimizer.stats()["host_bytes"] < 8.1 * numel
             optimizer.wake()
     # The system moves pages of its own accord (khugepaged fills huge pages), so a single round may be off.
     assert median(of_buckets) > 2 * numel, of_buckets  # packed gradients, shadows and journals, at least

@@ -206,6 +206,19 @@ def test_clipping_by_hand_beside_max_grad_norm_is_told_once(threshold: float) ->
     assert ("was max_grad_norm=0.001 itself in 5 steps in a row" in message) is (threshold == 1e-3)
 
 
+@pytest.mark.parametrize(("clipped", "times"), [(CLIPPED_BEFORE - 1, 0), (CLIPPED_BEFORE, 1)])
+def test_steps_that_clip_now_and_then_are_not_mistaken(clipped: int, times: int) -> None:
+    def loop(model: nn.Module, optimizer: AdamW) -> None:
+        optimizer.max_grad_norm = 1e-3
+        for step in range(3 * (clipped + 1)):
+            optimizer.zero_grad()
+            batch(model, step).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3 if step % (clipped + 1) else 5e-4)
+            optimizer.step()
+
+    assert len([one for one in said(loop) if "was max_grad_norm=0.001 itself" in one]) == times
+
+
 def test_a_threshold_in_a_param_group_is_refused_later_too() -> None:
     model = model_of()
     with AdamW(model.parameters(), threads=1) as optimizer:
