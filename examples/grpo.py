@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer: a small decoder learns to write letters; the optimizer sleeps while the model generates.
 
-python examples/grpo.py --text some.txt --out runs/grpo --sleep disk
+python examples/grpo.py --text some.txt --out runs/grpo
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--text", required=True, type=Path)
     parser.add_argument("--out", default="runs/grpo")
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--sleep", choices=["no", "yes", "disk"], default="yes")
+    parser.add_argument("--sleep", choices=["no", "yes"], default="yes")
     args = parser.parse_args()
 
     lines = [line for line in args.text.read_text().splitlines() if len(line) > 20]
@@ -58,7 +58,7 @@ def main() -> None:
         model=model, reward_funcs=letters, args=training, train_dataset=prompts, processing_class=tokenizer
     )
     Path(args.out).mkdir(parents=True, exist_ok=True)
-    offload(trainer, sleep={"no": False, "yes": True, "disk": args.out}[args.sleep])  # the one line
+    offload(trainer, sleep=args.sleep == "yes")  # the one line
     trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     print(f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}", flush=True)

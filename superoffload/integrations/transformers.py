@@ -42,7 +42,7 @@ def offload(
     trainer: Trainer,
     *,
     metrics: bool | str | Iterable[str] = True,
-    sleep: bool = False,
+    sleep: bool | None = None,
     **options: Any,
 ) -> Offload:
     """Makes ``trainer`` train with ``superoffload.AdamW``, set as its TrainingArguments say; returns its callback.
@@ -58,7 +58,7 @@ def offload(
     """
     _check(trainer, options)
     names = names_of(metrics)
-    if sleep not in (True, False):
+    if sleep not in (True, False, None):
         raise ArgumentError(f"sleep={sleep!r}: expected True or False; state stays in host memory")
     if sleep:
         _sleep_while_it_generates(trainer)

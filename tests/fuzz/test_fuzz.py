@@ -45,7 +45,7 @@ LEAST = {
     "save, background": 40,
     "save while settling": 14,
     "skipped_steps": 48,
-    "sleep, on disk": 210,
+    "sleep, slept": 400,
     "step while saving": 16,
     "second signal": 15,
     "step, closure": 40,

@@ -132,7 +132,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "fsdp2": (*FSDP2, "2", "fsdp2.py", "--text", "{text}", "--out", "{out}", "--steps", "12", "--save-steps", "6"),
     "plain": PLAIN,
     "trainer": ("trainer.py", "--text", "{text}", "--out", "{out}", "--family", "gpt-oss", "--steps", "12"),
-    "grpo": ("grpo.py", "--text", "{text}", "--out", "{out}", "--sleep", "disk"),
+    "grpo": ("grpo.py", "--text", "{text}", "--out", "{out}"),
     "sft": ("sft.py", "--text", "{text}", "--out", "{out}", "--steps", "10"),
     "sft, adapter": ("sft.py", "--text", "{text}", "--out", "{out}", "--steps", "3", "--lora", "--family", "llama"),
 }
