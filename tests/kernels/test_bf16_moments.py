@@ -2,57 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from superoffload import kernels
-from tests.support import numpy_kernels
+from tests.support import kernel_inputs as cases
+from tests.support.guarded_arrays import GuardedSpan, assert_bits, assert_state, kernel_hyper
+from tests.support.kernel_inputs import State
 from tests.support.reference import adam
+from tests.support.reference.adam import Hyper, Stepped
 from tests.support.reference.convert import narrow, widen
 from tests.support.reference.fma import fma
 from tests.support.reference.stochastic import RandomWords, noise
 
 STREAM = (11 << 32) | 3
 
-
-def hyper(step: int, factor: float = 1.0, *, l2: bool = False) -> numpy_kernels.Hyper:
-    return numpy_kernels.Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, step, factor, l2)
+each_isa = pytest.mark.parametrize("isa", kernels.available_isas())
 
 
-class State:
-    """A span with bf16 moments, and the gradients that drive it."""
-
-    def __init__(self, numel: int) -> None:
-        self.random = np.random.default_rng(5)
-        self.master = self.random.standard_normal(numel).astype(np.float32)
-        self.exp_avg, self.exp_avg_sq, self.gradient, self.shadow = (np.zeros(numel, np.uint16) for _ in range(4))
-        arrays = (self.master, self.exp_avg, self.exp_avg_sq, self.gradient, self.shadow)
-        self.span = numpy_kernels.Span(*arrays, noise_stream=STREAM)
-
-    def draw(self, numel: int) -> NDArray[np.uint16]:
-        return np.asarray(narrow(self.random.standard_normal(numel).astype(np.float32), "bf16"))
-
-    def bits(self) -> list[bytes]:
-        return [array.tobytes() for array in (self.master, self.exp_avg, self.exp_avg_sq)]
-
-    def expected(self, h: numpy_kernels.Hyper) -> list[bytes]:
-        random = noise(len(self.master), STREAM, h.step)
-        stepped = adam.step(self.master, self.exp_avg, self.exp_avg_sq, self.gradient, "bf16", h, random)
-        return [array.tobytes() for array in stepped]
-
-    def step(self, h: numpy_kernels.Hyper) -> None:
-        expected = self.expected(h)
-        self.span.step(h)
-        assert [*self.bits(), self.shadow.tobytes()] == expected
+def hyper(step: int, factor: float = 1.0, *, l2: bool = False) -> Hyper:
+    return Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, step, factor, l2)
 
 
-@pytest.fixture(params=kernels.available_isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with kernels.using_isa(str(request.param)):
-        yield str(request.param)
+def zeros(numel: int) -> State:
+    master = np.random.default_rng(5).standard_normal(numel).astype(np.float32)
+    return State(master, np.zeros(numel, np.uint16), np.zeros(numel, np.uint16))  # type: ignore[arg-type]  # bf16 bits
+
+
+def stepped(old: State, gradient: NDArray[np.uint16], of: Hyper, published: str = "bf16", first: int = 0) -> Stepped:
+    return adam.step(*old, gradient, published, of, noise(gradient.size, STREAM, of.step, first))
+
+
+def expect(guarded: GuardedSpan, expected: Stepped, context: str) -> None:
+    assert_state(guarded.state, State(*expected[:3]), context)
+    assert_bits("shadow", guarded.shadow, expected.shadow, context)
+    guarded.check(context)
 
 
 def elements_that_show(
@@ -66,57 +51,70 @@ def elements_that_show(
     return np.where(differ, element_with[(0x10000 - larger) & 0xFFFF], -1)
 
 
+@each_isa
 @pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
 def test_the_last_bit_before_rounding_is_right(isa: str, moment: str) -> None:
     """Stochastic rounding hides it in nearly every element: values are put where the noise shows it. What rounding
     beta1 cuts off counts, and the gradient is squared first."""
-    f, state = np.float32, State(1 << 16)
-    m, g = state.draw(2000), state.draw(2000)
+    f, old = np.float32, zeros(1 << 16)
+    m, g = (narrow(cases.ranged(2000, seed, -2, 1), "bf16") for seed in (1, 2))
     random = noise(1 << 16, STREAM, 4)
     if moment == "exp_avg":
         rest = f(0.9 - float(f(0.9))) * widen(m)
         beta1, share = np.full_like(rest, f(0.9)), np.full_like(rest, f(1 - 0.9))
         right, wrong = (fma(beta1, widen(m), fma(share, widen(g), part)) for part in (rest, 0 * rest))
         at = elements_that_show(right, wrong, random & np.uint32(0xFFFF))
-        state.exp_avg[at[at >= 0]] = m[at >= 0]
+        old.exp_avg[at[at >= 0]] = m[at >= 0]
     else:
         share = f(1 - 0.999)
         right, wrong = share * (widen(g) * widen(g)), (share * widen(g)) * widen(g)
         at = elements_that_show(right, wrong, random >> np.uint32(16))
     assert (at >= 0).sum() > 100
-    state.gradient[at[at >= 0]] = g[at >= 0]
-    state.step(hyper(4))
+    gradient = np.zeros(1 << 16, np.uint16)
+    gradient[at[at >= 0]] = g[at >= 0]
+    with kernels.using_isa(isa):
+        guarded = GuardedSpan(old, gradient, "bf16", noise_stream=STREAM)
+        guarded.span.step(kernel_hyper(hyper(4)))
+    expect(guarded, stepped(old, gradient, hyper(4)), moment)
 
 
-@pytest.mark.parametrize(("width", "l2"), [(1, False), (2, True)])
-def test_every_way_to_step_is_the_reference(isa: str, width: int, l2: bool) -> None:
-    state = State(2500)
-    for step in range(1, 25):
-        state.gradient[:] = state.draw(2500)
-        if step == 20:  # hostile values among the old state and the gradient
-            state.gradient[:4] = [0x7FC0, 0x7F80, 0x8000, 0x0001]
-            state.exp_avg[4:8] = [0x7FC0, 0xFF80, 0x8000, 0x7F7F]
-            state.master[8:10] = [np.nan, -0.0]
-        h, before = hyper(step, l2=l2), state.bits()
-        *after, shadow = state.expected(h)
-        replayed = state.expected(hyper(step, 0.25, l2=l2))
-        assert state.span.step_journaled(h, width)
-        assert state.bits() == after
-        state.span.undo()
-        assert state.bits() == before
-        state.shadow[:] = 0
-        state.span.publish(h)
-        assert state.shadow.tobytes() == shadow
-        assert state.span.step_journaled(h, width)
-        state.span.replay(hyper(step, 0.25, l2=l2))
-        assert [*state.bits(), state.shadow.tobytes()] == replayed
+@each_isa
+@pytest.mark.parametrize("published", ["bf16", "split"])
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_every_way_to_step_is_the_reference(isa: str, published: str, kind: str) -> None:
+    """Whole masters and split ones, of many lengths and alignments, with indexes of the noise that wrap around."""
+    for number, length in enumerate((*cases.LENGTHS[:131:7], *cases.LENGTHS[131::2])):
+        first, width, start = number % 2 * (2**32 - 20) + number, 1 + number % 2, number % 5
+        h = hyper(1 + number, l2=number % 3 == 0)
+        clipped = hyper(1 + number, 0.25, l2=h.l2)
+        fp32 = cases.state(kind, length, 600 + number)
+        old = State(fp32.master, *(narrow(moment, "bf16") for moment in fp32[1:]))
+        gradient = cases.gradient(kind, "bf16", length, 700 + number)
+        after, context = stepped(old, gradient, h, published, first), f"length {length}"
+        with kernels.using_isa(isa):
+            guarded = GuardedSpan(old, gradient, published, start, noise_stream=STREAM, first_index=first)
+            stored = guarded.remainders.copy()
+            assert guarded.span.step_journaled(kernel_hyper(h), width)
+            expect(guarded, after, f"journaled step, {context}")
+            guarded.span.undo()
+            assert_state(guarded.state, old, f"undo, {context}")
+            guarded.span.publish(kernel_hyper(h))
+            assert_bits("shadow", guarded.shadow, after.shadow, f"publish, {context}")
+            assert_bits("masters or remainders", guarded.remainders, stored, f"publish, {context}")
+            guarded.span.settle(kernel_hyper(h))
+            expect(guarded, after, f"settle, {context}")
+            guarded = GuardedSpan(old, gradient, published, start, noise_stream=STREAM, first_index=first)
+            assert guarded.span.step_journaled(kernel_hyper(h), width)
+            guarded.span.replay(kernel_hyper(clipped))
+            expect(guarded, stepped(old, gradient, clipped, published, first), f"replay, {context}")
 
 
 def test_rounding_has_no_bias() -> None:
     """With round to nearest exp_avg_sq would stand still here: each step changes it by less than half a unit."""
-    state = State(1 << 16)
-    state.exp_avg_sq[:] = state.exp_avg[:] = 0x3F80  # 1
-    state.step(hyper(1000))
-    spread = 2.0**-8 / np.sqrt(state.master.size)  # standard error of the mean is below this
-    assert abs(widen(state.exp_avg_sq).astype(np.float64).mean() - 0.999) < 5 * spread
-    assert abs(widen(state.exp_avg).astype(np.float64).mean() - 0.9) < 5 * spread
+    numel = 1 << 16
+    old, ones = zeros(numel), np.full(numel, 0x3F80, np.uint16)
+    guarded = GuardedSpan(State(old.master, ones, ones), np.zeros(numel, np.uint16), "bf16", noise_stream=STREAM)  # type: ignore[arg-type]  # bf16 bits
+    guarded.span.step(kernel_hyper(hyper(1000)))
+    spread = 2.0**-8 / np.sqrt(numel)  # standard error of the mean is below this
+    assert abs(widen(guarded.state.exp_avg_sq).astype(np.float64).mean() - 0.999) < 5 * spread
+    assert abs(widen(guarded.state.exp_avg).astype(np.float64).mean() - 0.9) < 5 * spread

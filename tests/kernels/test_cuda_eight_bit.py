@@ -1,4 +1,4 @@
-"""8-bit moments on the accelerator, emulated: the bits of the reference."""
+"""8-bit moments on the accelerator, emulated: the reference's bits. (All lengths: tests/gpu/test_cuda_battery.py.)"""
 
 from __future__ import annotations
 
@@ -23,9 +23,6 @@ from tests.support.reference.stochastic import noise_at
 
 STREAM = 12345 << 32 | 7
 # Around lanes, packets, warps' blocks of 256 and blocks of 1024.
-LENGTHS = (0, 1, 3, 31, 33, 127, 255, 256, 257, 511, 512, 700, 1023, 1024, 1025, 1279, 1281, 2048, 3001)
-
-by_types = pytest.mark.parametrize("types", STEPS, ids="-".join)
 
 
 def hyper(step: int, factor: float = 1.0) -> numpy_kernels.Hyper:
@@ -93,27 +90,14 @@ def step_all(
         assert all(part.intact() for part in one.parts), shown
 
 
-@by_types
-def test_steps_are_the_reference(types: tuple[str, str]) -> None:
-    """Aligned and not, also of any bytes as state; one step after another on what the one before has left."""
-    params = [Parameter(numel, types, start) for numel in LENGTHS for start in (0, 1, 4)]
-    for param in params[::3]:  # as a checkpoint may bring them
-        for moment in (param.exp_avg, param.exp_avg_sq):
-            moment[:] = param.random.integers(0, 256, len(moment), np.uint8)
-    for step in range(1, 5):
-        for param in params:
-            param.draw_gradient()
-        for param in params[-6::3] if step == 4 else ():  # any bits
-            words = param.random.integers(0, 256, param.gradient.nbytes, np.uint8)
-            param.gradient[:] = words.view(param.gradient.dtype)
-        step_all(params, hyper(step, 0.37 if step == 2 else 1.0))
-
-
-@by_types
+@pytest.mark.parametrize("types", STEPS, ids="-".join)
 def test_hostile_blocks(types: tuple[str, str]) -> None:
-    """Zeros, denormals, NaN, infinities, squares that overflow; each meets the state that each has left."""
+    """Zeros, denormals, NaN, infinities, squares that overflow; each meets the state that each has left, or any
+    bytes, as a checkpoint may bring them."""
     blocks = list(hostile_blocks().values())
     params = [Parameter(256 * len(blocks), types, start=turn % 2) for turn in range(len(blocks))]
+    for moment in (params[0].exp_avg, params[0].exp_avg_sq):
+        moment[:] = params[0].random.integers(0, 256, len(moment), np.uint8)
     for step in range(1, 5):
         for turn, param in enumerate(params):
             turned = blocks if step % 2 else blocks[turn:] + blocks[:turn]

@@ -1,4 +1,4 @@
-"""The accelerator's kernels, emulated: the processor's bits."""
+"""The accelerator's kernels, emulated: the processor's bits in any grid. (Types: tests/gpu/test_cuda_battery.py.)"""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from superoffload import _native
 from superoffload.links.cuda import geometry
 from tests.support import emulated_kernels, numpy_kernels
 from tests.support import kernel_inputs as cases
-from tests.support.emulated_kernels import NAMES, STEPS, step_kernel
-from tests.support.guarded_arrays import Guarded, assert_bits, halves_of, kernel_hyper, scalars_of
-from tests.support.kernel_battery import Case, norm_inputs, span_cases
+from tests.support.emulated_kernels import NAMES
+from tests.support.guarded_arrays import Guarded, assert_bits, kernel_hyper, scalars_of
+from tests.support.kernel_battery import norm_inputs
 from tests.support.reference.bit_sums import BLOCK_BYTES, bit_sums, number_of
-from tests.support.reference.convert import FORMATS, join, narrow
+from tests.support.reference.convert import narrow
 
 NO_SCALES = (0, 0)  # which only 8-bit moments have
 WORDS = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16}
@@ -64,16 +64,6 @@ def pieces_of(memory: Sequence[Guarded], sums: Sequence[npt.NDArray[np.uint64]])
     return sum_pieces((one.array.ctypes.data, there.ctypes.data, one.array.size) for one, there in pairs)
 
 
-def test_sums_of_bits_are_what_their_definition_says() -> None:
-    """Of every length around words, packets and blocks, wherever memory begins; many tensors in one launch."""
-    lengths = (0, 2, 4, 6, 16, 2046, 2048, 2050, 4094, 4096, 4098, 6144, 10_006)
-    memory = [placed(nbytes, start, nbytes) for nbytes in lengths for start in (0, 1, 2, 8)]
-    for grid in (None, 3):
-        found = sums_by_kernel(memory, grid)
-        assert [one.tolist() for one in found] == [bit_sums(one.array.tobytes()) for one in memory]
-    assert all(one.intact() for one in memory)
-
-
 @pytest.mark.parametrize("grid", [None, 1])
 def test_what_has_changed_is_found_and_nothing_else(grid: int | None) -> None:
     memory = [placed(nbytes, start, nbytes) for nbytes in (2, 2048, 5000, 0, 9000) for start in (0, 3)]
@@ -111,38 +101,6 @@ def test_two_elements_that_change_places_are_always_seen() -> None:
         elements.array[[one, other]] = elements.array[[other, one]]
 
 
-def frozen(case: Case) -> bytes:
-    return _native.freeze_scalars(**scalars_of(case.hyper), l2=case.hyper.l2, step=case.hyper.step)
-
-
-@pytest.mark.parametrize("l2", [False, True], ids=["adamw", "l2"])
-@pytest.mark.parametrize("types", STEPS, ids=lambda types: "-".join(types))
-def test_step_gives_the_bits_of_the_reference(types: tuple[str, str], l2: bool) -> None:
-    """All cases in one launch: every length, both kinds of values, all hyper-parameters."""
-    spans = [case for case in span_cases(types[0], types[1], l2) if case.number % 3 == 0 or case.length >= 1000]
-    memory = []
-    rows: list[tuple[object, ...]] = []
-    for case in spans:
-        start = case.start if case.number % 2 else 0
-        upper, master = halves_of(case.old.master) if types[1] == "split" else (np.zeros(0, np.uint16), case.old.master)
-        state = [Guarded(values.copy(), start) for values in (master, upper, *case.old[1:])]
-        gradient = Guarded(case.gradient, start)
-        parameter = Guarded(np.zeros(case.length, FORMATS[types[1]]), start)
-        memory.append((*state, gradient, parameter))
-        addresses = [guarded.array.ctypes.data for guarded in memory[-1]]
-        rows.append((*addresses[:4], *NO_SCALES, *addresses[4:], case.length, *geometry.placed(0, 0), frozen(case)))
-    emulated_kernels.launch(step_kernel(types), geometry.step_pieces(rows))
-    for case, parts in zip(spans, memory, strict=True):
-        stored, halves, *rest = (part.array for part in parts)
-        found = [join(halves, stored) if types[1] == "split" else stored, *rest]
-        wanted = (*case.stepped[:3], case.gradient, case.stepped.shadow)
-        for name, got, expected in zip(
-            ("master", "exp_avg", "exp_avg_sq", "gradient", "parameter"), found, wanted, strict=True
-        ):
-            assert_bits(name, got, expected, str(case))
-        assert all(part.intact() for part in parts), str(case)
-
-
 @pytest.mark.parametrize(
     ("first_index", "start", "axes"), [(0, 0, ()), (50, 2**32 - 700, ((7, 20), (20, 1), (1000, 400)))]
 )
@@ -171,7 +129,7 @@ def test_noisy_step_gives_the_bits_of_the_native_kernel(
 
 def test_piece_tables_are_what_the_kernels_read() -> None:
     assert (COPY_PIECE.itemsize, SUM_PIECE.itemsize, geometry.STEP_PIECE.itemsize) == (32, 32, 232)
-    assert len(frozen(span_cases("fp32", "fp32", False)[0])) == geometry.SCALARS_BYTES
+    assert len(_native.freeze_scalars(**scalars_of(cases.HYPERS[0]), l2=False, step=1)) == geometry.SCALARS_BYTES
     table = copy_pieces([(64, 0, 1024), (128, 1024, 0), (192, 1024, 1), (256, 1088, 3000)])
     assert table["first_block"].tolist() == [0, 1, 1, 2]
     assert geometry.count_blocks(table) == 5

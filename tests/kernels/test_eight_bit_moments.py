@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from superoffload import kernels
-from superoffload.errors import ArgumentError
 from tests.support import numpy_kernels
 from tests.support.kernel_inputs import hostile_blocks
 from tests.support.reference import eight_bit
@@ -197,12 +196,3 @@ def test_what_the_bytes_mean() -> None:
     one = np.array([0xF8, 0xFF, 0x08, 0x01, 0x00, 127], np.uint8)
     found = eight_bit.read(one, 5, eight_bit.EXP_AVG_SQ)
     np.testing.assert_array_equal(found, np.array([1.0, 1.875, 2.0**-30, 2.0**-33, 0.0], np.float32))
-
-
-def test_moments_without_room_for_their_scales_or_of_two_dtypes_are_refused() -> None:
-    master, gradient, shadow = np.zeros(10, np.float32), np.zeros(10, np.uint16), np.zeros(10, np.uint16)
-    for first, second in ((10, 11), (11, 10), (11, 12)):
-        with pytest.raises(ArgumentError, match="scales of their 1 blocks"):
-            numpy_kernels.Span(master, np.zeros(first, np.uint8), np.zeros(second, np.uint8), gradient, shadow)
-    with pytest.raises(ArgumentError, match="both uint8"):
-        numpy_kernels.Span(master, np.zeros(11, np.uint8), master.copy(), gradient, shadow)

@@ -75,11 +75,6 @@ def under(bits: int, action: Callable[..., T], *arguments: object) -> T:
     return result
 
 
-def denormals_are_flushed() -> bool:
-    product = np.full(4, 2.0**-120, dtype=np.float32) * np.full(4, 2.0**-20, dtype=np.float32)
-    return not product.view(np.uint32).any()
-
-
 def spans() -> list[tuple[cases.State, GuardedSpan, Hyper, adam.Stepped]]:
     """Spans full of denormals and of everything else, with the reference's answers."""
     old = cases.state("hostile", LENGTH, 300)
@@ -130,22 +125,3 @@ def test_same_bits_under_any_setting_which_then_still_holds(isa: str, setting: s
             out = np.zeros_like(gradient)
             assert under(bits, numpy_kernels.pack, gradient, out).tobytes() == adam.sum_of_squares(gradient).tobytes()
             assert_bits("packed gradient", out, gradient)
-
-
-@each_isa
-def test_torch_flush_denormal_in_the_calling_thread(isa: str) -> None:
-    torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
-    prepared = spans()
-    if not torch.set_flush_denormal(True):
-        pytest.skip("needs a torch that can flush denormals on this processor")
-    try:
-        with kernels.using_isa(isa):
-            for _, guarded, hyper, _ in prepared:
-                guarded.span.step(kernel_hyper(hyper))
-                guarded.check()
-        still_flushing = denormals_are_flushed()
-    finally:
-        torch.set_flush_denormal(False)
-    assert still_flushing, "the caller's floating-point settings were not restored"
-    for _, guarded, hyper, expected in prepared:
-        expect_step(guarded, expected, f"{hyper}")

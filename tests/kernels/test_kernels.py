@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from superoffload import kernels
 from tests.support import kernel_battery as battery
 from tests.support import kernel_inputs as cases
-from tests.support import numpy_kernels
 from tests.support.guarded_arrays import GuardedSpan, assert_bits, assert_state, kernel_hyper
 from tests.support.kernel_inputs import State
 from tests.support.reference import adam, convert
@@ -122,33 +120,3 @@ def test_the_environment_variable_chooses_the_isa() -> None:
             assert ran.stdout.strip() == isa, ran.stderr
         else:
             assert ran.returncode and all(name in ran.stderr for name in (*ISAS, "mmx", "SUPEROFFLOAD_ISA"))
-
-
-# ---- arrays that a span cannot use ----
-
-NAMES = ("master", "exp_avg", "exp_avg_sq", "gradient", "shadow")
-
-
-def refuse(match: str, **changed: Any) -> None:
-    arrays = {name: np.zeros(20, dtype=np.float32) for name in NAMES}
-    with pytest.raises(ValueError, match=match):
-        numpy_kernels.Span(**{**arrays, **changed})
-
-
-def test_a_span_refuses_arrays_it_cannot_use_and_a_step_zero() -> None:
-    f32, read_only = np.float32, np.zeros(20, np.float32)
-    read_only.flags.writeable = False
-    for name in NAMES:
-        refuse("master|exp_avg" if name == "master" else name, **{name: np.zeros(21, f32)})
-        misaligned = np.zeros(81, np.uint8)[1:].view(f32)
-        for wrong in (np.zeros(20), np.zeros(40, f32)[::2], np.zeros((4, 5), f32), np.zeros(20, ">f4"), misaligned):
-            refuse(name, **{name: wrong})
-        refuse(name, **{name: [0.0] * 20})
-        if name != "gradient":
-            refuse(name, **{name: read_only})
-    memory = np.zeros(39, f32)
-    for first, second in (("master", "exp_avg"), ("gradient", "shadow"), ("exp_avg_sq", "gradient")):
-        refuse("overlap", **{first: memory[:20], second: memory[19:]})
-    guarded = GuardedSpan(cases.state("training", 5, 250), cases.gradient("training", "bf16", 5, 253), "bf16")
-    with pytest.raises(ValueError, match="step"):
-        guarded.span.step(kernel_hyper(cases.HYPERS[0], step=0))

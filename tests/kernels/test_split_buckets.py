@@ -1,23 +1,17 @@
-"""Split masters in spans and buckets: what is refused, in which order calls come, and where the old halves are kept."""
+"""Split masters in buckets: where the old halves are kept between a publish and its settle."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import pytest
-
 from superoffload import _native
-from superoffload.errors import ArgumentError
 from tests.support import kernel_inputs as cases
-from tests.support import numpy_kernels
-from tests.support.guarded_arrays import GuardedSpan, assert_bits, assert_state, halves_of, kernel_hyper, scalars_of
+from tests.support.guarded_arrays import assert_bits, assert_state, halves_of, scalars_of
 from tests.support.kernel_inputs import State
 from tests.support.reference import adam
 from tests.support.reference.convert import join
 
 HYPER = cases.HYPERS[2]
-OTHER = cases.HYPERS[1]
 Arrays = dict[str, Any]
 
 
@@ -27,52 +21,6 @@ def split_arrays(length: int = 20, seed: int = 700) -> Arrays:
     shadow, master = halves_of(old.master)
     gradient = cases.gradient("training", "bf16", length, seed + 3)
     return {**old._asdict(), "master": master, "gradient": gradient, "shadow": shadow}
-
-
-# ---- spans ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_span_refuses_other_types_and_overlaps_beside_split_masters() -> None:
-    arrays = split_arrays()
-    numpy_kernels.Span(**arrays)
-    for name, dtype in (("shadow", np.float32), ("shadow", np.int16), ("master", np.uint16), ("exp_avg", np.int16)):
-        with pytest.raises(ArgumentError, match=name):
-            numpy_kernels.Span(**{**arrays, name: np.full(20, 7, dtype)})
-    memory = np.arange(39, dtype=np.uint16)
-    with pytest.raises(ArgumentError, match="overlap"):
-        numpy_kernels.Span(**{**arrays, "master": memory[:20].view(np.int16), "gradient": memory[19:]})
-    assert np.array_equal(memory, np.arange(39))
-
-
-@pytest.mark.parametrize("call", ["step", "step_journaled", "publish", "undo", "replay"])
-def test_settle_follows_a_publish_and_nothing_else_does(call: str) -> None:
-    """The upper halves are those of the new masters, the remainders those of the old ones. A publish ends a journal,
-    since the old upper halves take its place."""
-    old, gradient = cases.state("training", 100, 710), cases.gradient("training", "bf16", 100, 713)
-    guarded = GuardedSpan(old, gradient, "split")
-    span, hyper = guarded.span, kernel_hyper(HYPER)
-
-    def refuse(name: str, *arguments: numpy_kernels.Hyper) -> None:
-        before = State(*(values.copy() for values in guarded.state))
-        with pytest.raises(ArgumentError):
-            getattr(span, name)(*arguments)
-        assert_state(guarded.state, before)
-
-    refuse("settle", hyper)
-    assert span.step_journaled(kernel_hyper(OTHER), width=2)
-    refuse("settle", hyper)
-    stepped = adam.step(*old, gradient, "split", OTHER)
-    span.publish(hyper)
-    refuse(call, *(() if call == "undo" else (hyper,)))
-    span.settle(hyper)
-    refuse("undo")
-    stepped = adam.step(*stepped[:3], gradient, "split", HYPER)
-    assert_state(guarded.state, State(*stepped[:3]))
-    assert_bits("shadow", guarded.shadow, stepped.shadow)
-    guarded.check()
-
-
-# ---- buckets --------------------------------------------------------------------------------------------------------
 
 
 def run_of(arrays: Arrays, **changes: Any) -> _native.Run:

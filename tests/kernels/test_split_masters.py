@@ -1,28 +1,22 @@
-"""Split masters: two halves are a master's bits, and every operation on them has the reference's bits."""
+"""Split masters: two halves are a master's bits. (Every operation on them: test_kernels.py, test_bf16_moments.py.)"""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
-from functools import cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from superoffload import kernels
-from tests.support import kernel_battery as battery
 from tests.support import kernel_inputs as cases
-from tests.support.guarded_arrays import GuardedSpan, assert_bits, assert_state, kernel_hyper
+from tests.support.guarded_arrays import GuardedSpan, assert_bits, kernel_hyper
 from tests.support.kernel_inputs import State
-from tests.support.reference import adam, convert
-from tests.support.reference.adam import Float32Array, Hyper, Stepped
-from tests.support.reference.stochastic import noise
+from tests.support.reference import convert
+from tests.support.reference.adam import Float32Array, Hyper
 
 each_isa = pytest.mark.parametrize("isa", kernels.available_isas())
 
-STREAM = 12345 << 32 | 7
 # Upper halves where something ends: zero, denormals, one, the largest number, infinity, both kinds of NaN.
 UPPER_EDGES = (0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF)
 LOWER_EDGES = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)  # 0x8000 is a tie
@@ -33,12 +27,6 @@ def masters_with(uppers: npt.NDArray[np.uint32], lowers: npt.NDArray[np.uint32])
     """Every pair of an upper and a lower half of a word."""
     words: Float32Array = ((uppers << np.uint32(16))[:, None] | lowers[None, :]).reshape(-1).view(np.float32)
     return words
-
-
-def edge_masters() -> Float32Array:
-    """Every edge of either half, both signs."""
-    uppers = np.array([upper | sign for upper in UPPER_EDGES for sign in (0, 0x8000)], np.uint32)
-    return masters_with(uppers, np.array(LOWER_EDGES, np.uint32))
 
 
 # ---- the reference's own halves -------------------------------------------------------------------------------------
@@ -74,7 +62,9 @@ def magnitude_of(pattern: int) -> Fraction:
 
 
 def test_the_upper_half_is_the_nearest_number_ties_away_from_zero() -> None:
-    values = np.concatenate([cases.hostile_fp32(4000, 600), edge_masters()])
+    edges = [upper | sign for upper in UPPER_EDGES for sign in (0, 0x8000)]
+    at_edges = masters_with(np.array(edges, np.uint32), np.array(LOWER_EDGES, np.uint32))
+    values = np.concatenate([cases.hostile_fp32(4000, 600), at_edges])
     values = values[np.isfinite(values)]
     ties = 0
     for value, upper in zip(values, convert.split(values).upper, strict=True):
@@ -102,85 +92,10 @@ def test_stored_halves_are_those_of_the_definition(isa: str) -> None:
             guarded = GuardedSpan(State(master, zeros, zeros), zeros, "split")
             guarded.span.step(hyper)
             halves = convert.split(master)
+            whole = GuardedSpan(State(master, zeros, zeros), zeros, "bf16")
+            whole.span.step(hyper)
+            # To even, a tie goes to the even upper half: away from zero, to the other one.
+            tie = (whole.state.master.view(np.uint32) & np.uint32(0x1FFFF)) == 0x8000
+            assert np.array_equal(guarded.shadow != whole.shadow, tie), "parameters differ at ties only"
             assert_bits("upper halves", guarded.shadow, halves.upper, f"lower half {lower:#06x}")
             assert_bits("remainders", guarded.remainders, halves.remainder, f"lower half {lower:#06x}")
-
-
-Trial = tuple[State, npt.NDArray[Any], Hyper, Hyper, int]  # the fourth: what it is replayed with; and a start
-
-
-@cache
-def trials(l2: bool, moments: str) -> list[Trial]:
-    """Every length with both kinds of values, gradients' formats in turn; every hyper-parameter edge with every edge
-    of a master."""
-    found: list[Trial] = []
-    for number in range(2 * len(cases.LENGTHS)):
-        case = battery.span_cases(cases.FORMATS[number % 3], "split", l2)[number]
-        found.append((case.old, case.gradient, case.hyper, case.clipped, case.start))
-    master = edge_masters()
-    others = cases.state("hostile", master.size, 610)
-    for number, plain in enumerate(cases.HYPERS):
-        gradient = cases.gradient("hostile", cases.FORMATS[number % 3], master.size, 620 + number)
-        hyper, again = (replace(one, l2=l2) for one in (plain, cases.HYPERS[number - 1]))
-        found.append((State(master, *others[1:]), gradient, hyper, again, number))
-    narrowed = [State(old.master, *(convert.narrow(moment, moments) for moment in old[1:])) for old, *_ in found]
-    return [(old, *trial[1:]) for old, trial in zip(narrowed, found, strict=True)]
-
-
-def check(number: int, trial: Trial, moments: str) -> int:
-    """How many ties there were."""
-    old, gradient, hyper, again, start = trial
-    first, frozen, width = number % 2 * (2**32 - 20) + number, kernel_hyper(hyper), 1 + number % 2
-    placed = {"noise_stream": STREAM, "first_index": first}
-
-    def answer(of: Hyper) -> Stepped:
-        random = noise(gradient.size, STREAM, of.step, first) if moments == "bf16" else None
-        return adam.step(*old, gradient, "split", of, random)
-
-    def span(published: str = "split") -> GuardedSpan:
-        return GuardedSpan(old, gradient, published, start, None, **placed)
-
-    def expect(guarded: GuardedSpan, expected: Stepped, way: str) -> None:
-        context = f"{way} of {number}, {hyper}"
-        assert_state(guarded.state, State(*expected[:3]), context)
-        assert_bits("shadow", guarded.shadow, expected.shadow, context)
-        guarded.check(context)
-
-    stepped = answer(hyper)
-    guarded = span()
-    remainders = guarded.remainders.copy()
-    assert guarded.span.step_journaled(frozen, width=width)
-    expect(guarded, stepped, "journaled step")
-    guarded.span.undo()
-    assert_state(guarded.state, old, f"undo of {number}")
-    assert_bits("remainders", guarded.remainders, remainders, f"undo of {number}")
-    guarded.span.publish(frozen)
-    assert_bits("shadow", guarded.shadow, stepped.shadow, f"publish of {number}")
-    assert_bits("remainders", guarded.remainders, remainders, f"publish of {number}")
-    for name in ("exp_avg", "exp_avg_sq"):
-        assert_bits(name, getattr(guarded.state, name), getattr(old, name), f"publish of {number}")
-    guarded.span.settle(frozen)
-    expect(guarded, stepped, "settle")
-    guarded, whole = span(), span("bf16")
-    guarded.span.step(frozen)
-    expect(guarded, stepped, "step")
-    whole.span.step(frozen)
-    assert_state(whole.state, guarded.state, f"whole masters of {number}")
-    # To even, a tie goes to the even upper half: away from zero, to the other one.
-    tie = (whole.state.master.view(np.uint32) & np.uint32(0x1FFFF)) == 0x8000
-    assert np.array_equal(guarded.shadow != whole.shadow, tie)
-    ties = int(tie.sum())
-    guarded = span()
-    assert guarded.span.step_journaled(frozen, width=width)
-    guarded.span.replay(kernel_hyper(again))
-    expect(guarded, answer(again), "replay")
-    return ties
-
-
-@each_isa
-@pytest.mark.parametrize(("l2", "moments"), [(False, "fp32"), (True, "fp32"), (False, "bf16"), (True, "bf16")])
-def test_every_way_to_step_is_the_reference(isa: str, l2: bool, moments: str) -> None:
-    """A publish changes neither remainders nor moments; an undo brings back the masters of both halves. Whole masters
-    get the same bits, and parameters differ from theirs at ties only."""
-    with kernels.using_isa(isa):
-        assert sum(check(number, trial, moments) for number, trial in enumerate(trials(l2, moments))) > 10
