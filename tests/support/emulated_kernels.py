@@ -6,7 +6,7 @@ import ctypes
 import fcntl
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 from torch import Tensor
 
-from benchmarks.gpu_suite.launches import THREADS, copy_pieces, grid_for, table_argument
+from benchmarks.gpu_suite.launches import THREADS, grid_for, table_argument
 from superoffload.engine.bucket import BLOCK
 from superoffload.links.cuda import geometry
 from tests.support.checkout import ROOT
@@ -78,22 +78,6 @@ def launch(kernel: str, pieces: geometry.Pieces, *addresses: int, grid: int | No
 
 def step_kernel(types: tuple[str, str]) -> str:
     return f"step_{NAMES[types[0]]}_{NAMES.get(types[1], types[1])}"
-
-
-def pack(
-    kernel: str,
-    gradients: Sequence[npt.NDArray[Any]],
-    offsets: Sequence[int],
-    packed: npt.NDArray[Any],
-    bit_sums: npt.NDArray[np.uint64] | None = None,
-) -> npt.NDArray[np.float64]:
-    """Block sums of all gradients one after the other. ``bit_sums``: where those of their bits are wanted."""
-    pieces = copy_pieces(
-        (gradient.ctypes.data, offset, gradient.size) for gradient, offset in zip(gradients, offsets, strict=True)
-    )
-    sums = np.full(geometry.count_blocks(pieces), np.nan)
-    launch(kernel, pieces, packed.ctypes.data, sums.ctypes.data, 0 if bit_sums is None else bit_sums.ctypes.data)
-    return sums
 
 
 def blocks_of(gradient: npt.NDArray[Any] | Tensor) -> int:

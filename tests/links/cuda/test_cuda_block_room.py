@@ -42,9 +42,9 @@ def expected() -> dict[str, str]:
         return optimizer.state_digests()
 
 
-@pytest.mark.parametrize("room", [100, 10_000])
-def test_no_more_than_there_was_room_for(fake: Fake, expected: dict[str, str], room: int) -> None:
+def test_no_more_than_there_was_room_for(fake: Fake, expected: dict[str, str]) -> None:
     used: list[int] = []
+    room = 10_000
 
     def look(seed: int, link: LateLink, optimizer: AdamW) -> None:
         link.fake_device.free = room if seed == 0 else 1 << 30  # looked at behind the first step only
@@ -55,7 +55,7 @@ def test_no_more_than_there_was_room_for(fake: Fake, expected: dict[str, str], r
     room //= 2  # of which half is for larger steps
     assert used[0] == 0, "the first step shows the peak without them"
     assert max(used) <= room
-    assert room < 2048 or min(used[1:]) > room - 2048 - 128, "all of the room but what no bucket fits into"
+    assert min(used[1:]) > room - 2048 - 128, "all of the room but what no bucket fits into"
 
 
 def counted(fake: Fake, lengths: list[float], room: float) -> list[int]:

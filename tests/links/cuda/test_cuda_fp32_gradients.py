@@ -48,11 +48,8 @@ def _digests(source: Callable[[nn.Module], None], fake: Fake | None, **options: 
 @pytest.mark.parametrize(
     ("name", "mode", "link"),
     [
-        ("grad_dtype", "always", {}),
-        ("any", "never", {"keep_grads": True}),
-        ("hooks", "always", {"image": b""}),
+        ("hooks", "never", {"image": b""}),
         ("silent_kernels", "always", {"keep_grads": True}),
-        ("kernels", "never", {"placement": {"gpu_fraction": 0.9}}),
         ("each", "always", {"placement": {"gpu_fraction": 0.9}}),
     ],
 )

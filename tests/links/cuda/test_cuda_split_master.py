@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -107,60 +106,40 @@ class Shuffled(nn.Module):
         return x
 
 
-@contextmanager
-def shuffled(fake: Fake, **options: Any) -> Iterator[tuple[nn.Module, AdamW]]:
-    """Masters have bits that the parameters lack, and no step was made."""
-    model = Shuffled()
-    model.register_forward_pre_hook(lambda *_: fake.synchronize())
-    options = {"threads": 2, "bucket_numel": 2048, "lr": 1e-2, "speculation": "always", **SPLIT, **options}
-    with on_fake_device(fake), AdamW(model.parameters(), model=model, **options) as optimizer:
-        tied(optimizer, model)
-        yield model, optimizer
-
-
 STEPPED = (0, 1, 6, 7)  # the parameters of two layers, whose gradients come in another order than was guessed
-OTHERS = (2, 3, 4, 5, 8, 9)
-
-
-def step_two_layers(model: nn.Module, optimizer: AdamW) -> None:
-    """Behind it the order of backward is known, and only ``STEPPED`` were stepped, none was speculated."""
-    assert optimizer.stats()["buckets_speculated"] == 0
-    batch(model, 0).backward()
-    params = list(model.parameters())
-    for index in OTHERS:
-        params[index].grad = None
-    optimizer.step()
-
-
-@contextmanager
-def written_slowly() -> Iterator[None]:
-    write = TensorFile.write
-
-    def late(file: TensorFile, name: str, runs: Any) -> None:
-        time.sleep(0.01)
-        write(file, name, runs)
-
-    with mock.patch.object(TensorFile, "write", late):
-        yield
 
 
 @pytest.mark.parametrize(("memory", "placement"), [(1 << 30, {"gpu_fraction": 0.6}), (0, None)], ids=str)
 def test_a_save_keeps_the_halves_of_what_moves(fake: Fake, memory: int, placement: Any, tmp_path: Path) -> None:
     """It begins before the first step, behind which buckets are made anew, and state moves to the device. Parameters
     that had no gradient were not stepped, so that nothing was copied of them before."""
+    write = TensorFile.write
+
+    def late(file: TensorFile, name: str, runs: Any) -> None:
+        time.sleep(0.01)
+        write(file, name, runs)
+
+    model = Shuffled()
+    model.register_forward_pre_hook(lambda *_: fake.synchronize())
+    options: dict[str, Any] = {"threads": 2, "bucket_numel": 2048, "lr": 1e-2, "speculation": "never", **SPLIT}
     with (
         mock.patch.object(Placer, "choose_first", lambda *_: set[int]()),
-        shuffled(fake, placement=placement, speculation="never") as (model, optimizer),
+        on_fake_device(fake),
+        AdamW(model.parameters(), model=model, placement=placement, **options) as optimizer,
     ):
+        tied(optimizer, model)  # masters have bits that the parameters lack
         expected = state_of(optimizer)
-        with written_slowly():
+        with mock.patch.object(TensorFile, "write", late):
             saving = checkpoints.save_in_background(tmp_path / "a", model, optimizer, memory=memory)
-            step_two_layers(model, optimizer)
+            batch(model, 0).backward()
+            for index, param in enumerate(model.parameters()):
+                param.grad = param.grad if index in STEPPED else None
+            optimizer.step()
             train(model, optimizer, range(1))
             fake.synchronize()
             saving.wait(60)
         moved = [shard_of(optimizer, param).resident for param in model.parameters()]
-        assert any(moved[index] for index in OTHERS) == (placement is not None)
+        assert any(here for index, here in enumerate(moved) if index not in STEPPED) == (placement is not None)
     other = Shuffled()
     with on_host(), AdamW(other.parameters(), threads=1) as whole:
         checkpoints.load(tmp_path / "a", other, whole)
