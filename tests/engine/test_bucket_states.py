@@ -52,19 +52,6 @@ def test_transitions() -> None:
         assert bucket.state is before
 
 
-def test_a_bucket_is_renewed_unless_its_work_would_be_forgotten() -> None:
-    for state in (F, C, P, T, SET, K, A):
-        bucket = bucket_in(state)
-        bucket.receive([0])
-        bucket.renew()
-        assert (bucket.state, bucket.present, bucket.missing) == (F, [False], 1)
-    for state in (S, PUB):
-        bucket = bucket_in(state)
-        with pytest.raises(StateError):
-            bucket.renew()
-        assert bucket.state is state
-
-
 NUMELS = st.one_of(st.integers(0, 40), st.integers(0, 9000), st.sampled_from([1023, 1024, 1025, 2048, 4096]))
 SHARDS = st.lists(
     st.tuples(NUMELS, st.integers(0, 2), st.sampled_from([torch.float32, torch.bfloat16])),

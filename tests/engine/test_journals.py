@@ -32,14 +32,6 @@ def test_a_journal_without_room_is_undone_at_once_and_stepped_later(width: int) 
         assert stats["journal_overflows"] == 3
 
 
-def test_after_spikes_a_bucket_is_left_out_for_some_steps() -> None:
-    with rig(Settings([[4096]], bucket_numel=4096), arena=0.0) as made:
-        for i in range(14):
-            step(made, 10.0 ** (i % 5))
-        stats = made.engine.stats()
-        assert 0 < stats["journal_overflows"] <= stats["buckets_speculated"] < 14
-
-
 def test_buckets_share_the_memory_of_their_journals() -> None:
     """The escapes of the first take the room of the last, which is left out, or undone where its escapes find none."""
     with rig(FOUR, arena=-0.75) as made:  # 1.25 bytes per parameter

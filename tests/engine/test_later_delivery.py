@@ -42,18 +42,8 @@ class Flat:
         master, exp_avg, exp_avg_sq, published = (
             self.slices(flat)[index] for flat in (self.master, *self.moments, self.published)
         )
-        return Shard(
-            index=index,
-            name=f"shard {index}",
-            group=0,
-            numel=SIZES[index],
-            gradient_dtype=torch.bfloat16,
-            published_dtype=torch.bfloat16,
-            master=master,
-            exp_avg=exp_avg,
-            exp_avg_sq=exp_avg_sq,
-            target=lambda: published,
-        )
+        dtypes = torch.bfloat16, torch.bfloat16
+        return Shard(index, f"shard {index}", 0, SIZES[index], *dtypes, master, exp_avg, exp_avg_sq, lambda: published)
 
     def step(self, number: int, *, later: bool, clip: float | None = None) -> None:
         self.engine.speculator.expect(unscale=1.0, max_grad_norm=clip)

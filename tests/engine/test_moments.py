@@ -69,11 +69,3 @@ def test_pieces_of_any_size_in_any_order(seed: int) -> None:
     random.shuffle(given)
     moments.write_moment(pieces, numel, moments.EXP_AVG, given)
     assert torch.equal(whole, pieces)
-
-
-def test_other_dtypes_are_shown_as_they_are() -> None:
-    stored = torch.zeros(10)
-    assert moments.read_moment(stored, 10, moments.EXP_AVG) is stored
-    moments.write_moment(stored, 10, moments.EXP_AVG, [(3, torch.ones(7)), (0, 2 * torch.ones(3))])
-    assert stored.tolist() == [2.0] * 3 + [1.0] * 7
-    assert moments.stored_numel(10, torch.float32) == moments.stored_numel(10, torch.bfloat16) == 10

@@ -19,16 +19,6 @@ SUMS = st.lists(st.floats(0, 1e30), max_size=8)
 THRESHOLDS = st.one_of(st.none(), st.floats(1e-6, 1e6))
 
 
-@pytest.mark.parametrize(("unscale", "norm"), [(0.25, 1.25), (-2.0, 10.0), (0.0, 0.0), (-0.0, 0.0)])
-def test_unscale(unscale: float, norm: float) -> None:
-    verdict = decide([9.0, 16.0], unscale=unscale, max_grad_norm=1.0)
-    assert verdict.grad_norm == norm
-    assert verdict.clip_coefficient == min(1.0, 1.0 / (norm + 1e-6))
-    assert verdict.gradient_factor == unscale * verdict.clip_coefficient
-    assert math.copysign(1.0, verdict.gradient_factor) == math.copysign(1.0, unscale)
-    assert not verdict.found_inf
-
-
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_a_sum_or_a_norm_that_is_not_finite_skips_the_step(max_grad_norm: float | None) -> None:
     for sums in ([1.0, math.inf, 2.0], [math.nan], [1.0, math.nan], [1e308, 1e308]):
@@ -49,7 +39,7 @@ def test_shards_are_folded_in_their_order() -> None:
     assert decide(sums).grad_norm != decide(sums[::-1]).grad_norm
 
 
-@given(SUMS, THRESHOLDS, st.floats(-1e3, 1e3))
+@given(SUMS, THRESHOLDS, st.one_of(st.sampled_from([0.0, -0.0]), st.floats(-1e3, 1e3)))
 def test_formula(sums: list[float], max_grad_norm: float | None, unscale: float) -> None:
     verdict = decide(sums, unscale=unscale, max_grad_norm=max_grad_norm)
     # Block sums of one block each: the reference folds a shard, then the shards.
@@ -58,6 +48,7 @@ def test_formula(sums: list[float], max_grad_norm: float | None, unscale: float)
     assert verdict.clip_coefficient == expected.clip_coefficient
     assert verdict.found_inf == expected.found_inf
     assert np.float32(verdict.gradient_factor) == np.float32(expected.gradient_factor)
+    assert math.copysign(1.0, verdict.gradient_factor) == math.copysign(1.0, unscale), "of zeros, too"
     assert 0.0 < verdict.clip_coefficient <= 1.0
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,90 +18,64 @@ from tests.support.adamw_training import run_python
 from tests.support.engine_rig import COUNTERS, Rig, Settings, rig
 
 HYPER = GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1)
-BUCKETS = Settings([[1024, 1024, 500]], bucket_numel=1024, hyper=HYPER)
-SHAPES = [
-    pytest.param(BUCKETS, id="three buckets"),
-    pytest.param(Settings([[200_000]], bucket_numel=1 << 20, threads=3, hyper=HYPER), id="one bucket, many chunks"),
-]
 Gradients = dict[int, npt.NDArray[Any]]
 
 
-def backward(made: Rig, gradients: Gradients | None = None) -> Gradients:
-    gradients = gradients or {shard.index: made.gradient(shard) for shard in made.shards}
+def backward(made: Rig) -> Gradients:
+    gradients = {shard.index: made.gradient(shard) for shard in made.shards}
     for shard in reversed(made.shards):
         made.arrive(shard, gradients[shard.index])
     return gradients
 
 
-def wait_for_workers(made: Rig) -> None:
-    for bucket in made.engine.buckets:
-        if bucket.running is not None:
-            bucket.running.wait()
+ENDS = [
+    *((end, "always", 0) for end in ("verdict", "replay", "undo, then step", "abandon", "quiesce", "digests")),
+    *(("verdict", "always", 2), ("step", "never", 0), ("retract", "always", 0), ("restore", "always", 0)),
+]
 
 
-@contextmanager
-def rig_after_two_steps(settings: Settings) -> Iterator[Rig]:
-    """Whose journals have escapes, since its moments are not all zero."""
-    with rig(settings) as made:
-        for _ in range(2):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(Settings([[1024, 1024, 500]], bucket_numel=1024, hyper=HYPER), id="three buckets"),
+        pytest.param(Settings([[200_000]], bucket_numel=1 << 20, threads=3, hyper=HYPER), id="one bucket, many chunks"),
+    ],
+)
+@pytest.mark.parametrize(("end", "mode", "chunk"), ENDS)
+def test_a_fault_at_every_end_of_a_bucket(settings: Settings, end: str, mode: str, chunk: int) -> None:
+    """While speculating the step is abandoned; behind the verdict, and while undoing, what was begun is completed."""
+    with rig(replace(settings, mode=mode)) as made:
+        for _ in range(2):  # behind them journals have escapes, since moments are not all zero
             made.step_both(backward(made))
             made.check()
-        yield made
-
-
-def check_it_goes_on(made: Rig) -> None:
-    for max_grad_norm in (None, 1.0):
-        made.step_both(backward(made), max_grad_norm=max_grad_norm)
-        made.check()
-
-
-@pytest.mark.parametrize("settings", SHAPES)
-@pytest.mark.parametrize("chunk", [0, 2])
-def test_while_speculating_abandons_the_step(settings: Settings, chunk: int) -> None:
-    with rig_after_two_steps(settings) as made:
-        made.engine.pool.inject_fault(chunk, "a bit fell over")
+        if end == "verdict":
+            made.engine.pool.inject_fault(chunk, "a bit fell over")
         gradients = backward(made)
-        verdict = made.engine.decide(unscale=1.0, max_grad_norm=None)
-        with pytest.raises(WorkerError, match="a bit fell over"):
-            made.engine.apply(verdict)
-        made.check()
-        assert not made.engine.is_filling
-        backward(made, gradients)  # the same gradients once more: applied once
-        made.step_both(gradients)
-        made.check()
-        check_it_goes_on(made)
-
-
-@pytest.mark.parametrize("settings", SHAPES)
-@pytest.mark.parametrize("what", ["step", "replay", "undo, then step"])
-def test_after_the_verdict_the_step_is_completed(settings: Settings, what: str) -> None:
-    with rig_after_two_steps(replace(settings, mode="never" if what == "step" else "always")) as made:
-        gradients = backward(made)
-        wait_for_workers(made)
-        if what == "undo, then step":
+        if end != "verdict":
+            for bucket in made.engine.buckets:
+                if bucket.running is not None:
+                    bucket.running.wait()
+            made.engine.pool.inject_fault(chunk, "a bit fell over")
+        if end == "undo, then step":
             made.set_hyper(0, replace(HYPER, lr=0.5))
-        made.engine.pool.inject_fault(0, "a bit fell over")
         with pytest.raises(WorkerError, match="a bit fell over"):
-            made.step_both(gradients, max_grad_norm=1.0 if what == "replay" else None)
+            if end == "verdict":
+                made.engine.apply(made.engine.decide(unscale=1.0, max_grad_norm=None))
+            elif end in ("step", "replay", "undo, then step"):
+                made.step_both(gradients, max_grad_norm=1.0 if end == "replay" else None)
+            else:
+                getattr(made.engine, end)(*made.shards[: end in ("retract", "restore")])
+        if end == "verdict":
+            assert not made.engine.is_filling
+        if end not in ("step", "replay", "undo, then step"):  # the same gradients once more: applied once
+            for shard in reversed(made.shards):
+                if not made.engine.has_gradient(shard):
+                    made.arrive(shard, gradients[shard.index])
+            made.step_both(gradients)
         made.check()
-        check_it_goes_on(made)
-
-
-@pytest.mark.parametrize("settings", SHAPES)
-@pytest.mark.parametrize("operation", ["abandon", "quiesce", "digests", "retract", "restore"])
-def test_while_undoing_the_undo_is_completed(settings: Settings, operation: str) -> None:
-    with rig_after_two_steps(settings) as made:
-        gradients = backward(made)
-        wait_for_workers(made)
-        made.engine.pool.inject_fault(0, "a bit fell over")
-        with pytest.raises(WorkerError, match="a bit fell over"):
-            getattr(made.engine, operation)(*made.shards[:1] * (operation in ("retract", "restore")))
-        for shard in made.shards:
-            if not made.engine.has_gradient(shard):
-                made.arrive(shard, gradients[shard.index])
-        made.step_both(gradients)
-        made.check()
-        check_it_goes_on(made)
+        for max_grad_norm in (None, 1.0):
+            made.step_both(backward(made), max_grad_norm=max_grad_norm)
+            made.check()
 
 
 def test_the_optimizer_reports_it_and_can_step_again() -> None:
