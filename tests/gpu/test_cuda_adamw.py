@@ -30,7 +30,7 @@ MODES = ("always", "never", "adaptive")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 devices = pytest.mark.parametrize("device", DEVICES)
-with_stand_in = pytest.mark.parametrize("device", ("stand-in", *DEVICES))  # where the device makes the links
+with_stand_in = pytest.mark.parametrize("device", ("stand-in", DEVICES[1]))  # where the device makes the links
 gpu = pytest.mark.gpu
 
 
@@ -74,8 +74,6 @@ def test_split_masters_have_the_bits_of_the_synchronous_cpu_run(
     device: str, speculation: str, placement: dict[str, float] | None
 ) -> None:
     """Their upper halves are in pinned memory, and on the device those of resident parameters."""
-    if placement is not None and device == "cpu":
-        pytest.skip("needs an accelerator: placement= keeps state there")
 
     def look(model: Any, optimizer: Any) -> None:
         assert all(optimizer.tracked(param).shard.upper is not None for param in model.parameters())

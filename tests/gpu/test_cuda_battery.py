@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.support import device_battery as battery
 from tests.support import kernel_inputs as cases
 from tests.support.device_battery import Place, Setting, Types
 from tests.support.guarded_arrays import assert_bits
-from tests.support.kernel_battery import RECORDED
+from tests.support.kernel_battery import RECORDED, span_cases
 from tests.support.reference.bit_sums import bit_sums
 
 PLACES = ("stand-in", pytest.param("gpu", marks=pytest.mark.gpu))
@@ -123,11 +124,11 @@ def test_sums_of_bits(place: Place, form: str) -> None:
 def test_every_kernel_is_launched_by_the_battery(fake: Any) -> None:
     from tests.support import emulated_kernels  # here: what a GPU runs does without it
 
-    place = battery.stand_in(fake)
-    for types in battery.step_types():
-        for resident in (False, True):
-            battery.stepped_by_pipeline(place, Setting(types, resident=resident))
-            battery.stepped_by_pipeline(place, Setting(types, moments="bf16", resident=resident))
-        battery.stepped_by_pipeline(place, Setting(types, moments="q8", resident=True))
+    place, longest = battery.stand_in(fake), lambda *types: span_cases(*types)[-40:]
+    with mock.patch.object(battery, "span_cases", longest):
+        for types in battery.step_types():
+            battery.stepped_by_pipeline(place, Setting(types))
+            for moments in ("fp32", "bf16", "q8"):
+                battery.stepped_by_pipeline(place, Setting(types, moments=moments, resident=True))
     battery.summed_by_link(place, "fp32")
     assert [name for name in emulated_kernels.kernel_names() if not fake.calls(name)] == []
