@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from superoffload import kernels
+from tests.support import kernel_inputs as cases
 from tests.support import numpy_kernels
+from tests.support.guarded_arrays import GuardedSpan, assert_bits, assert_state
 from tests.support.kernel_inputs import hostile_blocks
 from tests.support.reference import eight_bit
 from tests.support.reference.convert import narrow
@@ -35,31 +38,18 @@ class State:
     """A span with 8-bit moments, and its gradient. ``split``: its master is."""
 
     def __init__(self, numel: int, seed: int = 5, gradient: str = "bf16", *, split: bool = False) -> None:
-        self.numel, self.format, self.split = numel, gradient, split
+        self.numel, self.format, self.published = numel, gradient, "split" if split else "bf16"
         self.random = np.random.default_rng(seed)
         start = self.random.standard_normal(numel).astype(np.float32)
-        self.exp_avg = np.zeros(eight_bit.stored_size(numel), np.uint8)
-        self.exp_avg_sq = np.zeros(eight_bit.stored_size(numel), np.uint8)
-        self.gradient = narrow(np.zeros(numel, np.float32), gradient)
-        self.shadow = narrow(start, "split" if split else "bf16")
-        self.stored = self.remainders(start) if split else start
-        arrays = (self.stored, self.exp_avg, self.exp_avg_sq, self.gradient, self.shadow)
-        self.span = numpy_kernels.Span(*arrays, noise_stream=STREAM, first_index=FIRST)
-
-    @staticmethod
-    def remainders(masters: Float32Array) -> NDArray[np.int16]:
-        return np.asarray(masters.view(np.uint32) & np.uint32(0xFFFF), np.uint16).view(np.int16)
-
-    @property
-    def master(self) -> Float32Array:
-        if not self.split:
-            return self.stored.astype(np.float32)
-        upper = self.shadow.astype(np.uint32) << np.uint32(16)
-        words = upper + self.stored.astype(np.int32).view(np.uint32)
-        return np.asarray(words.view(np.float32), np.float32)
+        moment: Any = np.zeros(eight_bit.stored_size(numel), np.uint8)
+        old, zeros = cases.State(start, moment, moment), narrow(np.zeros(numel, np.float32), gradient)
+        self.guarded = GuardedSpan(old, zeros, self.published, seed % 3, noise_stream=STREAM, first_index=FIRST)
+        self.span = self.guarded.span
+        self.exp_avg, self.exp_avg_sq = self.guarded.state[1:]
 
     def set_gradient(self, values: Float32Array) -> None:
-        self.gradient[:] = narrow(values, self.format)
+        self.gradient = narrow(values, self.format)
+        self.guarded.set_gradient(self.gradient)
 
     def next_gradient(self, decades: float = 3.0) -> None:
         """Gradients that spread over several decades within a block."""
@@ -69,18 +59,14 @@ class State:
     def check(self, way: str, h: numpy_kernels.Hyper) -> None:
         """Steps, and compares with the reference."""
         random = noise(self.numel, STREAM, h.step, FIRST)
-        moments = self.exp_avg.copy(), self.exp_avg_sq.copy()
-        published = "split" if self.split else "bf16"
-        wanted = eight_bit.step(self.master, *moments, self.gradient, published, h, random)
+        wanted = eight_bit.step(*self._copies(), self.gradient, self.published, h, random)
         self._do(way, h)
-        np.testing.assert_array_equal(self.exp_avg, wanted.exp_avg)
-        np.testing.assert_array_equal(self.exp_avg_sq, wanted.exp_avg_sq)
-        np.testing.assert_array_equal(self.master.view(np.uint32), wanted.master.view(np.uint32))
-        np.testing.assert_array_equal(self.shadow, wanted.shadow)
+        for got, expected in zip((*self.guarded.state, self.guarded.shadow), wanted, strict=True):
+            assert_bits(way, got, expected)
+        self.guarded.check(way)
 
-    def bits(self) -> bytes:
-        arrays = (self.stored, self.exp_avg, self.exp_avg_sq, *((self.shadow,) if self.split else ()))
-        return b"".join(array.tobytes() for array in arrays)
+    def _copies(self) -> Any:
+        return cases.State(*(array.copy() for array in self.guarded.state))
 
     def _do(self, way: str, h: numpy_kernels.Hyper) -> None:
         """Steps in one of the ways that must give the same bits; undoes on the way where that is one."""
@@ -90,13 +76,12 @@ class State:
             self.span.publish(h)
             self.span.settle(h)
         else:
-            width = 1 if way.endswith("1") else 2
-            before = self.bits()
+            width, before = 1 if way.endswith("1") else 2, self._copies()
             other = hyper(h.step, 3.0 * h.gradient_factor, eps=h.eps, l2=h.l2)
             assert self.span.step_journaled(other, width)
             if way.startswith("undo"):
                 self.span.undo()
-                assert self.bits() == before
+                assert_state(self.guarded.state, before, way)
                 assert self.span.step_journaled(h, width)
             else:
                 self.span.replay(h)

@@ -5,7 +5,6 @@ bit, two independent readings of the definition agree. One idea per module:
 
 * ``fma``         one correctly rounded fp32 fused multiply-add
 * ``convert``     fp32, fp16 and bf16 into each other; a master into its two halves
-* ``exact``       rational arithmetic, one element at a time; proves the modules above, used by nothing else
 * ``stochastic``  the rounding of bf16 moments
 * ``adam``        one optimizer step over arrays, the norm blocks, their fold and the verdict
 * ``journal``     which lanes of a speculated step must go to an escape list

@@ -38,7 +38,7 @@ def format_of(array: npt.NDArray[Any]) -> str:
 
 def bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The same memory as unsigned integers, so that comparisons tell -0 from +0 and one NaN from another."""
-    return array.view(np.uint32 if array.dtype.itemsize == 4 else np.uint16)
+    return array.view(f"u{array.dtype.itemsize}")
 
 
 def canonical(values: Float32Array) -> Float32Array:
