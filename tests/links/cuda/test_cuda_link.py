@@ -14,6 +14,7 @@ from torch import nn
 from superoffload import AdamW
 from tests.support.adamw_training import batch, model_of
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device
+from tests.support.fake_cuda_training import moves_behind_the_stream
 from tests.support.link_runs import LATE, deep_model, run_model, run_on_fake, run_on_host, steps
 
 # ---- the same bits --------------------------------------------------------------------------------------------------
@@ -157,13 +158,18 @@ def test_delivery_on_demand(fake: Fake, mode: str) -> None:
 # ---- a wait that is missing is noticed ------------------------------------------------------------------------------
 
 
+PLACED = {"placement": {"gpu_fraction": 1.0}}
+
+
 def _differs_without(fake: Fake, later: str, earlier: str, *, room: int = 1 << 30, **options: Any) -> bool:
     """Whether some seed shows that the wait of one stream for the other is needed. ``room``: for blocks. Delays grow
     from seed to seed: on a busy machine short ones end before anything reads."""
     settings = {"max_grad_norm": 0.5, **options}
-    expected, _ = run_model(steps, torch.bfloat16, {**settings, "keep_grads": None}, lambda: None, deep_model)
+    expected, _ = run_model(
+        steps, torch.bfloat16, {**settings, "keep_grads": None, "placement": None}, lambda: None, deep_model
+    )
     for seed in range(8):
-        with on_fake_device(fake) as links:
+        with on_fake_device(fake) as links, moves_behind_the_stream(fake):
 
             def train(model: nn.Module, optimizer: AdamW, links: list[LateLink] = links) -> None:
                 links[0].fake_device.free = room
@@ -189,6 +195,8 @@ def _differs_without(fake: Fake, later: str, earlier: str, *, room: int = 1 << 3
         ("current", "up", {}),  # new ones are there
         ("current", "pack", {"keep_grads": True}),  # gradients are read before they are written again
         ("current", "pack", {}),  # gradients that were packed into a block, before their memory goes
+        ("pack", "current", PLACED),  # gradients are written, and the step before has read what is packed over
+        ("current", "pack", PLACED),  # a step reads what was packed, and backward uses freed memory again
     ],
 )
 def test_a_missing_wait_changes_the_result(fake: Fake, later: str, earlier: str, options: dict[str, Any]) -> None:
