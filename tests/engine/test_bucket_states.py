@@ -1,55 +1,20 @@
-"""The life of a bucket, and how shards are laid out in buckets."""
+"""How shards are laid out in buckets. (The life of a bucket: test_bucket_fates.py, and the simulator.)"""
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from superoffload.engine.bucket import ALIGN, BLOCK, Bucket, Piece, Shard
-from superoffload.engine.bucket_state import BucketState
+from superoffload.engine.bucket import ALIGN, BLOCK, Shard
 from superoffload.engine.layout import lay_out
-from superoffload.errors import StateError
-
-F, R, S, U = BucketState.FILLING, BucketState.READY, BucketState.SPECULATED, BucketState.UNDONE
-C, P, T = BucketState.COMMITTED, BucketState.REPLAYED, BucketState.STEPPED
-K, A = BucketState.SKIPPED, BucketState.ABANDONED
-PUB, SET = BucketState.PUBLISHED, BucketState.SETTLED
-
-# DESIGN's life of a bucket, written down a second time: everything else must be refused.
-ALLOWED = {
-    F: {R, A},
-    R: {F, S, T, PUB, K, A},
-    PUB: {SET},
-    S: {C, P, K, A, U},
-    **{ended: {F} for ended in (U, C, P, T, SET, K, A)},
-}
 
 
 def shard(index: int, numel: int, group: int = 0, dtype: torch.dtype = torch.float32) -> Shard:
     empty = torch.empty(0)
     return Shard(index, f"shard {index}", group, numel, dtype, torch.float32, empty, empty, empty, lambda: empty)
-
-
-def bucket_in(state: BucketState) -> Bucket:
-    bucket = Bucket([Piece(shard(0, 10), 0, 10, 0)])
-    bucket.state = state
-    return bucket
-
-
-def test_transitions() -> None:
-    for before, after in product(BucketState, BucketState):
-        bucket = bucket_in(before)
-        if after in ALLOWED[before]:
-            bucket.move(after)
-            assert bucket.state is after
-            continue
-        with pytest.raises(StateError, match=f"from {before.value} to {after.value}"):
-            bucket.move(after)
-        assert bucket.state is before
 
 
 NUMELS = st.one_of(st.integers(0, 40), st.integers(0, 9000), st.sampled_from([1023, 1024, 1025, 2048, 4096]))
