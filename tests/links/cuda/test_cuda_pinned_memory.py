@@ -39,7 +39,7 @@ def _quick() -> Iterator[None]:
 def test_pinned_memory_refused(fake: Fake) -> None:
     """It goes on with ordinary memory, and says so once per piece of memory. Nor does a copy cross registrations, which
     the fake refuses."""
-    with training(fake, link={"chunk": 8192}) as (model, optimizer):
+    with training(fake, link={"chunk": 4096}) as (model, optimizer):
         assert fake.calls("cuMemHostRegister_v2") > 3
         train(model, optimizer, range(2, 5))
         fake.synchronize()
