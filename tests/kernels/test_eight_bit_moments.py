@@ -45,7 +45,8 @@ class State:
         old, zeros = cases.State(start, moment, moment), narrow(np.zeros(numel, np.float32), gradient)
         self.guarded = GuardedSpan(old, zeros, self.published, seed % 3, noise_stream=STREAM, first_index=FIRST)
         self.span = self.guarded.span
-        self.exp_avg, self.exp_avg_sq = self.guarded.state[1:]
+        moments: Any = self.guarded.state[1:]
+        self.exp_avg, self.exp_avg_sq = moments
 
     def set_gradient(self, values: Float32Array) -> None:
         self.gradient = narrow(values, self.format)
@@ -59,7 +60,8 @@ class State:
     def check(self, way: str, h: numpy_kernels.Hyper) -> None:
         """Steps, and compares with the reference."""
         random = noise(self.numel, STREAM, h.step, FIRST)
-        wanted = eight_bit.step(*self._copies(), self.gradient, self.published, h, random)
+        old = self._copies()
+        wanted: Any = eight_bit.step(old.master, old.exp_avg, old.exp_avg_sq, self.gradient, self.published, h, random)
         self._do(way, h)
         for got, expected in zip((*self.guarded.state, self.guarded.shadow), wanted, strict=True):
             assert_bits(way, got, expected)
