@@ -7,9 +7,11 @@ import io
 import pickle
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -37,8 +39,9 @@ def test_a_clip_that_changes_nothing_undoes_nothing(fake: Fake) -> None:
     assert not taken
 
 
-def test_elements_that_are_swapped(fake: Fake) -> None:
-    """The kernel's sums show it, so nothing is compared a second time."""
+@pytest.mark.parametrize("link", [{}, {"image": b""}], ids=["kernels", "copies"])
+def test_elements_that_are_swapped(fake: Fake, link: dict[str, Any]) -> None:
+    """The kernel's sums show it, so nothing is compared a second time. Without kernels the version shows it."""
 
     def made(dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(0)
@@ -54,8 +57,8 @@ def test_elements_that_are_swapped(fake: Fake) -> None:
     expected = on_the_host(program, torch.float32, made)
     assert expected != on_the_host(steps, torch.float32, made)
     read_again = mock.patch("superoffload.engine.inbox.same_bits", side_effect=AssertionError("read again"))
-    with taken_back() as taken, read_again:
-        found, *_ = on_the_device(fake, program, torch.float32, made, bucket_numel=8192)
+    with taken_back() as taken, nullcontext() if link else read_again:
+        found, *_ = on_the_device(fake, program, torch.float32, made, link, bucket_numel=8192)
     assert found == expected
     assert len(taken) == 3, "one in each of three steps"
 
