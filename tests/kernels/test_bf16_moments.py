@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -112,8 +114,9 @@ def test_every_way_to_step_is_the_reference(isa: str, published: str, kind: str)
 def test_rounding_has_no_bias() -> None:
     """With round to nearest exp_avg_sq would stand still here: each step changes it by less than half a unit."""
     numel = 1 << 16
-    old, ones = zeros(numel), np.full(numel, 0x3F80, np.uint16)
-    guarded = GuardedSpan(State(old.master, ones, ones), np.zeros(numel, np.uint16), "bf16", noise_stream=STREAM)  # type: ignore[arg-type]  # bf16 bits
+    old = zeros(numel)
+    ones: Any = np.full(numel, 0x3F80, np.uint16)
+    guarded = GuardedSpan(State(old.master, ones, ones), np.zeros(numel, np.uint16), "bf16", noise_stream=STREAM)
     guarded.span.step(kernel_hyper(hyper(1000)))
     spread = 2.0**-8 / np.sqrt(numel)  # standard error of the mean is below this
     assert abs(widen(guarded.state.exp_avg_sq).astype(np.float64).mean() - 0.999) < 5 * spread
