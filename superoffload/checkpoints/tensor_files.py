@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class TensorFile:
             )
         self.header = len(text).to_bytes(8, "little") + text
         self.nbytes = len(self.header) + at
-        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by finish()
+        self._file = FileIO(path, "x")  # finish() or close() closes it
         try:
             _write_at(self._file.fileno(), self.header, 0)
         except OSError:
