@@ -1,8 +1,10 @@
-"""What people do around an optimizer, under DeepSpeed ZeRO-3: as stock ZeRO-Offload."""
+"""What people do around an optimizer, under DeepSpeed ZeRO-3: as stock ZeRO-Offload, or refused with a clear error."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import WAYS, Scenario, distance
-from tests.support.deepspeed.training import Small, config, end, make_engine, masters, plain, run_steps
+from tests.support.deepspeed.training import Small, batch, config, end, make_engine, masters, plain, run_steps
 
 STEPS = 6
 
@@ -180,3 +182,108 @@ def converted() -> list[bool]:
 
 def test_one_dtype_and_masters_of_float32(two_ranks: Ranks) -> None:
     assert two_ranks.run(converted) == [[True, True]] * 2
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------------
+
+
+def clip_norm(engine: Any) -> None:
+    from torch.nn.utils import clip_grad_norm_
+
+    engine.backward(plain(engine, 0, 0))
+    clip_grad_norm_(engine.module.parameters(), 1.0)
+
+
+def clip_value(engine: Any) -> None:
+    engine.backward(plain(engine, 0, 0))
+    nn.utils.clip_grad_value_(engine.module.parameters(), 1.0)
+
+
+def add_group(engine: Any) -> None:
+    engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+def closure(engine: Any) -> None:
+    engine.backward(plain(engine, 0, 0))
+    engine.optimizer.step(lambda: 0.0)
+
+
+def step_hook(engine: Any) -> None:
+    hook = engine.optimizer.optimizer.register_step_pre_hook(lambda *_: None)
+    engine.backward(plain(engine, 0, 0))
+    try:
+        engine.step()
+    finally:
+        hook.remove()
+
+
+def our_checkpoint(engine: Any) -> None:
+    from superoffload import checkpoints
+
+    checkpoints.save("nowhere", engine.module, engine.optimizer)
+
+
+def torchs_checkpoint(engine: Any) -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    get_optimizer_state_dict(engine.module, engine.optimizer)
+
+
+NO_CLIP = 'this would clip nothing; set "gradient_clipping" in the DeepSpeed JSON'
+REFUSED: list[tuple[Callable[[Any], Any], str]] = [
+    (clip_norm, NO_CLIP),
+    (clip_value, NO_CLIP),
+    (add_group, "has no attribute 'add_param_group'"),
+    (closure, "closures are not supported, as in DeepSpeed"),
+    (step_hook, "step hooks are not called under DeepSpeed; do around engine.step() what they do"),
+    (lambda engine: copy.deepcopy(engine.optimizer), "cannot be copied or pickled; use engine.save_checkpoint()"),
+    (lambda engine: pickle.dumps(engine.optimizer), "cannot be copied or pickled; use engine.save_checkpoint()"),
+    (torchs_checkpoint, "DeepSpeed's optimizer is no torch.optim.Optimizer; use engine.save_checkpoint()"),
+    (our_checkpoint, "expected superoffload.AdamW or torch.optim.AdamW; use engine.save_checkpoint()"),
+]
+
+
+def refused() -> None:
+    """The engine trains on after each error."""
+    engine = make_engine(config(options={"speculation": "always"}), Small())
+    for use, words in REFUSED:
+        with pytest.raises(Exception) as caught:
+            use(engine)
+        assert words in str(caught.value)
+        engine.backward(engine(*batch(1)))
+        engine.step()
+    end(engine)
+
+
+def test_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(refused)
+
+
+class Odd(Small):
+    """With a parameter that DeepSpeed itself cannot take."""
+
+    def __init__(self, odd: Tensor) -> None:
+        super().__init__()
+        self.odd = nn.Parameter(odd)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs) + self.odd.sum()
+
+
+def refused_by_deepspeed(odd: Tensor, words: str) -> None:
+    engine = None
+    with pytest.raises(Exception) as caught:
+        engine = make_engine(config(), Odd(odd))
+        plain(engine, 0, 0)
+    assert words in str(caught.value)
+    if engine is not None:
+        end(engine)
+
+
+def test_parameters_that_deepspeed_itself_refuses(two_ranks: Ranks) -> None:
+    for odd, words in (
+        (torch.empty(0, 3), "'status': 'NOT_AVAILABLE', 'numel': 0, 'ds_numel': 0"),
+        (torch.tensor(1.0), "self.dim() cannot be 0 to view"),
+        (torch.ones(4, 3).t(), "self.stride(-1) must be 1 to view"),
+    ):
+        two_ranks.run(refused_by_deepspeed, odd, words)
