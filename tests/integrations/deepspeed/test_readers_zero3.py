@@ -102,7 +102,7 @@ READERS = {
 def read_after_steps(
     options: dict[str, Any], threshold: int, crowded: bool = False
 ) -> tuple[dict[str, Any], list[bool]]:
-    """What each reader sees after a few steps of its own; whether something was not delivered yet, each time it looked."""
+    """What each reader sees after each of two steps, and whether something was not delivered yet when it looked."""
     from superoffload.integrations.deepspeed import partitions
 
     scenario = Scenario({"clip": CLIP_SOME, "zero": {"stage3_param_persistence_threshold": threshold}})
