@@ -145,7 +145,8 @@ def by_lightning(folder: str, make: Callable[..., Any]) -> Any:
             self.net = shard(self.net, self.device_mesh["data_parallel"])
 
         def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-            return loss_of(self.net, index)
+            loss: Tensor = loss_of(self.net, index)
+            return loss
 
         def configure_optimizers(self) -> Any:
             self.made = make(params_of(self.net), max_grad_norm=0.5, model=self.net)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -308,7 +309,7 @@ def several() -> list[bool]:
         else:
             optimizers = [AdamW(part, lr=1e-3, speculation=kind, threads=1, model=model) for part in parts]
             for use in (copy.deepcopy, pickle.dumps):
-                error = error_of(lambda use=use, one=optimizers[0]: use(one))
+                error = error_of(partial(use, optimizers[0]))
                 assert "an optimizer with worker threads cannot be copied or pickled; save its state_dict()" in error
         for seed in range(STEPS):
             for optimizer in optimizers:

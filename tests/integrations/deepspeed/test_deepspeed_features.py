@@ -21,7 +21,6 @@ from superoffload.errors import StateError
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import CLIP_SOME, WAYS, Scenario
 from tests.support.deepspeed.training import OURS, Small, batch, config, end, make_engine, run_steps
-from tests.support.turns import in_turn
 
 STEPS = 6
 
@@ -102,7 +101,10 @@ def train(name: str, way: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("name", in_turn(MODELS, every_time=[name for name in MODELS if name != "compile"]))
+SLOW = pytest.param("compile", marks=pytest.mark.in_turn)
+
+
+@pytest.mark.parametrize("name", [SLOW if name == "compile" else name for name in MODELS])
 def test_features(name: str, two_ranks: Ranks) -> None:
     ways = ["stock", "match", "match, waiting"]
     found = {way: two_ranks.run(train, name, way, timeout=200) for way in ways}

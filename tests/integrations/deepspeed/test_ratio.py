@@ -103,7 +103,7 @@ def test_state_on_the_accelerator_has_the_same_bits(
 def saved_and_resumed(folder: str, first: frozenset[int], then: frozenset[int], form: str) -> None:
     """A run that was saved on its way, and another one that continued from there."""
     scenario = small_groups("clip sometimes")
-    found = []
+    found: list[Any] = []
     for sub_groups in (first, then):
         with staying(sub_groups):
             engine = scenario.engine(OURS, {"speculation": "always", **FORMS[form]})
