@@ -310,12 +310,12 @@ def test_the_kernel_is_built_for_the_first_who_calls_it() -> None:
         assert kernel.__wrapped__, "who only looks at it builds nothing"
     assert Builder.built == 0
     kernel.adam_update(1, 5)
+    kernel.create_adam(2, 1e-3, "later")
     kernel.destroy_adam(1)
     assert Builder.built == 1
     called = mock.call
-    assert kernel._kernel.mock_calls == [
-        called.create_adam(1, 1e-3, "stock"), called.adam_update(1, 5), called.destroy_adam(1)
-    ]  # fmt: skip
+    made = [called.create_adam(1, 1e-3, "stock"), called.adam_update(1, 5), called.create_adam(2, 1e-3, "later")]
+    assert kernel._kernel.mock_calls == [*made, called.destroy_adam(1)]
 
 
 def test_the_environment_is_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
