@@ -120,16 +120,10 @@ def test_axolotls_trainer_trains_as_without_the_plugin(tmp_path: Path, manager: 
     assert end(runs["always"]) == end(runs["never"])
 
 
-GROUPS: list[dict[str, Any]] = [
-    {},
-    {"embedding_lr": 5e-4},
-    {"lr_groups": [{"name": "mlp", "modules": ["mlp"], "lr": 1e-3}]},
-]
-
-
 def test_groups_are_those_without_the_plugin(tmp_path: Path, manager: Any) -> None:
     """Here without a section, so that the defaults hold."""
-    for options in GROUPS:
+    in_groups = [{"name": "mlp", "modules": ["mlp"], "lr": 1e-3}]
+    for options in ({}, {"embedding_lr": 5e-4}, {"lr_groups": in_groups}):
         found = []
         for plugged in (True, False):
             trainer = axolotl_trainer(tmp_path, **options)
@@ -137,8 +131,9 @@ def test_groups_are_those_without_the_plugin(tmp_path: Path, manager: Any) -> No
                 manager.post_trainer_create(configured(), trainer)
             optimizer = trainer.create_optimizer()
             assert isinstance(optimizer, AdamW) == plugged
-            groups = optimizer.param_groups
-            found.append([(len(group["params"]), group["weight_decay"], group["lr"]) for group in groups])
+            found.append(
+                [(len(group["params"]), group["weight_decay"], group["lr"]) for group in optimizer.param_groups]
+            )
             getattr(optimizer, "close", lambda: None)()
         assert found[0] == found[1]
 
@@ -159,36 +154,31 @@ def test_the_section_has_every_argument_that_yaml_can_express_and_its_words() ->
     assert tried > 8
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"superoffload": {"speculatoin": "never"}}, "speculatoin='never': no such setting, expected"),
-    ({"superoffload": {"speculation": "sometimes"}}, "'adaptive', 'always' or 'never'"),
-    ({"superoffload": {"threads": True}}, "superoffload.threads"),
-    ({"superoffload": 3}, "superoffload"),
-    ({"superoffload": {"lr": 1.0}}, "lr=1.0: set learning_rate at the configuration's top level"),
-    ({"superoffload": {"metrics": ["grad_norms"]}}, "metrics: 'grad_norms', expected"),
-    ({"optimizer": "adamw_torch_8bit"}, "optimizer: 'adamw_torch_8bit', expected 'adamw_torch_fused'"),
-    ({"optimizer": "muon"}, "optimizer: 'muon', expected 'adamw_torch_fused'"),
-    ({"optim_args": "a=1"}, "optim_args: 'a=1', expected none"),
-    ({"deepspeed": "zero3.json"}, "deepspeed: 'zero3.json', expected none"),
-    ({"fsdp_config": {"reshard_after_forward": True}, "fsdp_version": 1}, "fsdp_version: 1, expected 2"),
-    ({"relora": True, "jagged_restart_steps": 2, "adapter": "lora"}, "relora: True, expected false"),
-]
-
-
-def test_what_does_not_fit_is_told_with_the_configuration() -> None:
-    for settings, words in BAD:
+def test_what_does_not_fit_is_refused(tmp_path: Path, manager: Any) -> None:
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"superoffload": {"speculatoin": "never"}}, "speculatoin='never': no such setting, expected"),
+        ({"superoffload": {"speculation": "sometimes"}}, "'adaptive', 'always' or 'never'"),
+        ({"superoffload": {"threads": True}}, "superoffload.threads"),
+        ({"superoffload": 3}, "superoffload"),
+        ({"superoffload": {"lr": 1.0}}, "lr=1.0: set learning_rate at the configuration's top level"),
+        ({"superoffload": {"metrics": ["grad_norms"]}}, "metrics: 'grad_norms', expected"),
+        ({"optimizer": "adamw_torch_8bit"}, "optimizer: 'adamw_torch_8bit', expected 'adamw_torch_fused'"),
+        ({"optimizer": "muon"}, "optimizer: 'muon', expected 'adamw_torch_fused'"),
+        ({"optim_args": "a=1"}, "optim_args: 'a=1', expected none"),
+        ({"deepspeed": "zero3.json"}, "deepspeed: 'zero3.json', expected none"),
+        ({"fsdp_config": {"reshard_after_forward": True}, "fsdp_version": 1}, "fsdp_version: 1, expected 2"),
+        ({"relora": True, "jagged_restart_steps": 2, "adapter": "lora"}, "relora: True, expected false"),
+    ]
+    for settings, words in bad:
         with pytest.raises(ValueError) as caught:
             configured(**settings)
         assert words in str(caught.value)
-
-
-def test_fsdp2_is_accepted_and_another_optimizer_of_the_trainer_is_not(tmp_path: Path, manager: Any) -> None:
-    """Axolotl gives its own optimizers to the trainer's constructor and leaves ``args.optim`` at AdamW."""
-    cfg = configured(fsdp_config={"reshard_after_forward": True}, fsdp_version=2)
+    fsdp2 = configured(fsdp_config={"reshard_after_forward": True}, fsdp_version=2)
     trainer = axolotl_trainer(tmp_path)
+    # Axolotl gives its own optimizers to the trainer's constructor and leaves args.optim at AdamW
     trainer.optimizer_cls_and_kwargs = (torch.optim.SGD, {"lr": 1.0})
     with pytest.raises(ArgumentError, match=r"optimizer_cls_and_kwargs has SGD, expected None"):
-        manager.post_trainer_create(cfg, trainer)
+        manager.post_trainer_create(fsdp2, trainer)
 
 
 @needs("triton", "bitsandbytes", "numba", "wandb", "posthog", "fastcore", "evaluate", "kernels")

@@ -79,25 +79,6 @@ class FakeStream:
         assert calls == [0, 0, 0]
 
 
-class Gloo:
-    """Reduces as gloo does; the sum is copied back late on ``stream``, and the future is done before that has run."""
-
-    def __init__(self, streams: Streams, stream: FakeStream) -> None:
-        self.streams, self.stream = streams, stream
-        self.kept: list[Tensor] = []
-
-    def hook(self, group: Any, bucket: Any) -> Any:
-        buffer = allreduce_hook(group, bucket).wait()
-        total = buffer.clone()
-        buffer.view(torch.uint8).copy_(garbage_like(buffer))
-        self.kept.append(buffer)
-        self.streams.fake.sleep(LATE, self.stream.handle)
-        self.streams.fake.write(self.stream.handle, buffer, total)
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(buffer)
-        return future
-
-
 def trained(streams: Streams | None = None) -> dict[str, str]:
     model = DistributedDataParallel(net(torch.float32), bucket_cap_mb=0.005)
     params = [param for param in model.parameters() if param.requires_grad]
@@ -119,8 +100,22 @@ def with_late_sums(copied_on: str) -> bool:
         expected = trained()
     fake = Fake()
     streams = Streams(fake)
-    gloo = Gloo(streams, getattr(streams, copied_on))
     device = FakeDevice(fake)
+    kept: list[Tensor] = []
+
+    def late(group: Any, bucket: Any) -> Any:
+        """Reduces as gloo does; the sum is copied back late, and the future is done before that has run."""
+        buffer = allreduce_hook(group, bucket).wait()
+        total = buffer.clone()
+        buffer.view(torch.uint8).copy_(garbage_like(buffer))
+        kept.append(buffer)
+        stream = getattr(streams, copied_on).handle
+        fake.sleep(LATE, stream)
+        fake.write(stream, buffer, total)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(buffer)
+        return future
+
     made: list[CudaLink] = []
 
     def link_for(params: Sequence[Tensor], **_: Any) -> CudaLink:
@@ -129,7 +124,7 @@ def with_late_sums(copied_on: str) -> bool:
 
     with (
         mock.patch("superoffload.optimizer.engine_setup.link_for", link_for),
-        mock.patch.object(ddp, "allreduce_hook", gloo.hook),
+        mock.patch.object(ddp, "allreduce_hook", late),
         streams.installed(),
     ):
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -58,45 +57,46 @@ def clipped_by_hand(model: Any) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
 
-def first_replaced(model: Any) -> None:
-    param = next(model.parameters())
-    param.grad = 2 * param.grad
-
-
-def last_removed(model: Any) -> None:
-    [p for p in model.parameters() if p.requires_grad][-1].grad = None
+def first_replaced_last_removed(model: Any) -> None:
+    params = [p for p in model.parameters() if p.requires_grad]
+    params[0].grad = 2 * params[0].grad
+    params[-1].grad = None
 
 
 def view_edited(model: Any) -> None:
     grads_of(model)[1].view(-1)[:1].add_(1.0)
 
 
-def ddp_edits(edit: Callable[[Any], None], view: bool) -> None:
+EDITS = (listed, clipped_by_hand, first_replaced_last_removed, view_edited)
+
+
+def ddp_edits(view: bool) -> None:
+    """The third step of each edit has two backwards."""
     digests = []
     for told, edits in ((True, True), (True, False), (False, True)):
+        found = []
         model = DistributedDataParallel(net(torch.float32), bucket_cap_mb=0.005, gradient_as_bucket_view=view)
         with optimizer_told(model, told) as optimizer:
-            for step in range(4):
+            for step in range(3 * len(EDITS)):
                 optimizer.zero_grad()
                 loss_of(model, step).backward()
-                if step == 3:
+                if step % 3 == 2:
                     loss_of(model, 40).backward()
-                if edits and step in (1, 3):
+                if edits and step % 3:
                     with torch.no_grad():
-                        edit(model)
+                        EDITS[step // 3](model)
                 optimizer.step()
-            digests.append(optimizer.state_digests())
+                found.append(optimizer.state_digests())
+        digests.append(found)
     with_hook, unedited, without_hook = digests
-    assert with_hook == without_hook != unedited
+    assert with_hook == without_hook
+    assert with_hook[1] != unedited[1]
 
 
-@pytest.mark.parametrize(
-    ("edit", "view"),
-    [(listed, False), (clipped_by_hand, True), (first_replaced, True), (last_removed, False), (view_edited, True)],
-)
-def test_edits_of_reduced_gradients_are_noticed(edit: Callable[[Any], None], view: bool) -> None:
+@pytest.mark.parametrize("view", [False, True])
+def test_edits_of_reduced_gradients_are_noticed(view: bool) -> None:
     """As without our communication hook, where gradients are read at step()."""
-    on_ranks(2, ddp_edits, edit, view)
+    on_ranks(2, ddp_edits, view)
 
 
 class TwoHeads(nn.Module):

@@ -12,7 +12,19 @@ from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW
 from tests.support.fsdp2_cases import STEPS, Case, build, train
-from tests.support.rank_processes import BF16, error_of, flat_mesh, net, on_ranks, optimizer_of, shard, wholes_of
+from tests.support.layouts import layouts
+from tests.support.rank_processes import (
+    BF16,
+    error_of,
+    flat_mesh,
+    net,
+    on_ranks,
+    optimizer_of,
+    shard,
+    tokens_of,
+    whole,
+    wholes_of,
+)
 from tests.support.saved_ranks import step
 
 # Every way to shard and every setting at least once. Those in fp32 without a policy have a one-process reference.
@@ -134,3 +146,46 @@ def test_a_checkpoint_that_one_rank_cannot_load_is_loaded_by_none() -> None:
     first, second = on_ranks(2, bad_load)
     assert "rank 1 failed, so nothing was changed on any" in first and "RankError" in first
     assert "contains NaN or infinite values" in second
+
+
+def masters() -> None:
+    """Loaded as float32, converted, sharded; masters get the float32 bits."""
+    loaded = net(torch.float32)
+    copies = [p.detach().clone() for p in loaded.parameters()]
+    model = shard(loaded.bfloat16(), flat_mesh())
+    values = {name: value for (name, _), value in zip(model.named_parameters(), copies, strict=True)}
+    with optimizer_of(model) as optimizer:
+        optimizer.load_masters(values)
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                assert torch.equal(whole(optimizer.state[param]["master"]), values[name])
+        (head,) = (name for name in values if name.endswith("head.weight"))
+        bad = {**values, head: values[head] + 1.0 if dist.get_rank() == 0 else values[head][:-1]}
+        error = error_of(lambda: optimizer.load_masters(bad))
+        assert "head.weight" in error or "rank 1 failed" in error
+        step(model, optimizer, 0)
+
+
+@layouts()
+def test_masters_keep_the_float32_bits(ranks: Any) -> None:
+    ranks(2, masters)
+
+
+def replaced_too_late() -> None:
+    """Groups are given other parameters once there is state for those they had."""
+    for first in ("step", "masters"):
+        model = net(torch.float32)
+        with optimizer_of(model, replicated="local") as optimizer:
+            if first == "step":
+                step(model, optimizer, 0)
+            else:
+                optimizer.load_masters({name: p.detach().clone() for name, p in model.named_parameters()})
+            other = net(torch.float32, seed=2)
+            optimizer.param_groups[0]["params"] = [p for p in other.parameters() if p.requires_grad]
+            other.loss(tokens_of(0, 0)).backward()
+            error = error_of(optimizer.step)
+            assert "StateError" in error and "was taken out and others put in" in error
+
+
+def test_replaced_parameters_whose_state_would_be_lost() -> None:
+    on_ranks(2, replaced_too_late)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,23 +42,16 @@ def check_curves(runs: dict[str | None, Any]) -> None:
 
 
 @pytest.mark.over_stand_in
-@only_over_stand_in(family="llama")
-@pytest.mark.parametrize("family", ["llama", "qwen"])
-def test_trainer(family: str, tmp_path: Path) -> None:
-    options = {"gradient_accumulation_steps": 2} if family == "llama" else {"max_steps": 5}
+@only_over_stand_in(kind=("llama", "SFT"))
+@pytest.mark.parametrize("kind", ["llama", "qwen", pytest.param("SFT", marks=needs("trl", "datasets"))])
+def test_trainer(kind: str, tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 2} if kind == "llama" else {"max_steps": 5}
     runs: dict[str | None, Any] = {}
     for mode in ("always", "never", None):
-        runs[mode] = trainer_of(tmp_path, model_of(family), mode, **options)
-        runs[mode].train()
-    check_curves(runs)
-
-
-@pytest.mark.over_stand_in
-@needs("trl", "datasets")
-def test_sft_trainer(tmp_path: Path) -> None:
-    runs: dict[str | None, Any] = {}
-    for mode in ("always", "never", None):
-        runs[mode] = sft(tmp_path, partial(model_of, "llama"), max_steps=6, max_grad_norm=1.0)
+        if kind == "SFT":
+            runs[mode] = sft(tmp_path, model_of, max_steps=6, max_grad_norm=1.0)
+        else:
+            runs[mode] = trainer_of(tmp_path, model_of(kind), None, **options)
         if mode is not None:
             offload(runs[mode], speculation=mode, threads=1)
         runs[mode].train()

@@ -108,11 +108,6 @@ def finite(seen: dict[str, Any], key: str) -> list[float]:
     return [seen[key][i] for i in FINITE]
 
 
-def check_close(ours: dict[str, Any], stock: dict[str, Any]) -> None:
-    for key in ("losses", "norms", "squares"):
-        assert ours[key] == pytest.approx(stock[key], rel=1e-3), key
-
-
 def check_training(seen: Seen, clip: float) -> None:
     """Steps that are not finite are skipped as verl does, and others clipped."""
     stock, always, never, by_verl = (seen[kind] for kind in ("stock", "always", "never", "always, verl clips"))
@@ -147,7 +142,7 @@ def test_two_ranks(two_ranks: list[Seen]) -> None:
             assert str(seen["stock in our engine"][key]) == str(seen["stock"][key]), "then the engine is verl's"
 
 
-def test_every_micro_batch_reduced(two_ranks: list[Seen]) -> None:
+def test_micro_batches_and_verls_loss_scaler(two_ranks: list[Seen]) -> None:
     for seen in two_ranks:
         never, always = seen["never, each"], seen["always, each"]
         for key in ("losses", "norms", "lrs", "digests"):
@@ -156,40 +151,32 @@ def test_every_micro_batch_reduced(two_ranks: list[Seen]) -> None:
         assert stats["buckets_committed"] + stats["buckets_replayed"] > 0
         undone = stats["buckets_undone"] - stats["journal_overflows"]
         assert undone == 0, "a backward that was not the last was taken for it"
-
-
-def test_verls_loss_scaler(two_ranks: list[Seen]) -> None:
-    for seen in two_ranks:
         ours, stock = seen["scaled"], seen["stock, scaled"]
         assert [ours["norms"][i] for i in (0, 1, 3)] == pytest.approx([stock["norms"][i] for i in (0, 1, 3)], rel=1e-3)
         assert ours["squares"] == pytest.approx(stock["squares"], rel=1e-3)
         assert ours["stats"]["skipped_steps"] == 1
 
 
-def test_offloading_sleeps_and_changes_no_bit(two_ranks: list[Seen]) -> None:
+def test_offloading_sleeps_and_offloaded_or_resumed_has_the_same_bits(two_ranks: list[Seen]) -> None:
     for seen in two_ranks:
         (awake,) = seen["bf16"]["host bytes"]
-        for kind in ("moved", "state away", "parameters away", "on demand"):
-            assert seen[kind]["digests"] == seen["bf16"]["digests"], kind
         asleep, _, moved, still, at_last = seen["moved"]["host bytes"]
         assert asleep == moved == still < at_last <= awake, "a model that comes back, for inference, wakes nothing"
         assert seen["state away"]["host bytes"] == [seen["state away"]["host bytes"][0], asleep]
         assert seen["parameters away"]["host bytes"] == [asleep]
-
-
-def test_checkpoints_resume_to_the_bit(two_ranks: list[Seen]) -> None:
-    for seen in two_ranks:
-        for kind in ("bf16 resumed", "state away resumed", "parameters away resumed"):
+        resumed = ("bf16 resumed", "state away resumed", "parameters away resumed")
+        for kind in ("moved", "state away", "parameters away", "on demand", *resumed):
             assert seen[kind]["digests"] == seen["bf16"]["digests"], kind
+        for kind in resumed:
             assert seen[kind]["norms"] == seen["bf16"]["norms"][2:]
-        for kind in ("state away resumed", "parameters away resumed"):
-            assert seen[kind]["host bytes"][-1] == seen["moved"]["host bytes"][0], "asleep again after the load"
+            assert kind == "bf16 resumed" or seen[kind]["host bytes"][-1] == asleep, "asleep again after the load"
 
 
 def test_adapters_critics_and_fp32_sums(two_ranks: list[Seen]) -> None:
     for seen in two_ranks:
         for kind in ("adapter", "critic"):
-            check_close(seen[kind], seen[f"stock {kind}"])
+            for key in ("losses", "norms", "squares"):
+                assert seen[kind][key] == pytest.approx(seen[f"stock {kind}"][key], rel=1e-3), key
             assert seen[kind]["engine"] == OURS
         assert seen["fp32 sums"]["losses"] == pytest.approx(seen["bf16"]["losses"][:2], rel=1e-2)
 

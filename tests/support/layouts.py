@@ -9,9 +9,6 @@ from tests.support.rank_processes import on_mesh, on_ranks, on_stages
 RANKS = {"fsdp2": on_ranks, "mesh": on_mesh, "stages": on_stages}
 
 
-def layouts(*names: str, refused: str | None = None) -> pytest.MarkDecorator:
-    """Runs a test once per layout (default: all), with its ``ranks``. ``refused``: as the mark of that name."""
-    marks = [] if refused is None else [pytest.mark.refused(refused)]
-    return pytest.mark.parametrize(
-        "ranks", [pytest.param(RANKS[name], id=name, marks=marks) for name in names or RANKS]
-    )
+def layouts(*names: str) -> pytest.MarkDecorator:
+    """Runs a test once per layout (default: all), with its ``ranks``."""
+    return pytest.mark.parametrize("ranks", [pytest.param(RANKS[name], id=name) for name in names or RANKS])

@@ -72,13 +72,9 @@ class PlatformCPU(PlatformBase):
 PlatformRegistry.register(platform="cpu")(PlatformCPU)
 
 
-def register_verls_engines() -> None:
-    """Registers verl's FSDP2 engines, which it registers for GPUs and NPUs, for the CPU of any vendor."""
-    from verl.workers.engine.base import EngineRegistry
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+# verl registers its FSDP2 engines for GPUs and NPUs only; they need the platform.
+from verl.workers.engine.base import EngineRegistry  # noqa: E402
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead  # noqa: E402
 
-    for model_type, engine in (("language_model", FSDPEngineWithLMHead), ("value_model", FSDPEngineWithValueHead)):
-        EngineRegistry.register(model_type, backend=["fsdp", "fsdp2"], device="cpu")(engine)
-
-
-register_verls_engines()
+for model_type, engine in (("language_model", FSDPEngineWithLMHead), ("value_model", FSDPEngineWithValueHead)):
+    EngineRegistry.register(model_type, backend=["fsdp", "fsdp2"], device="cpu")(engine)

@@ -8,12 +8,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from superoffload.errors import ArgumentError, StateError
 from superoffload.integrations.deepspeed.config import Options, load, read_options, rewrite, selects_us
+from superoffload.integrations.deepspeed.features import check_arguments, check_optimizer
+from superoffload.integrations.deepspeed.lazy_adam import lazy_builder
 from superoffload.integrations.deepspeed.switch import NEWEST, OLDEST, check_version
 from tests.support.checkout import ROOT
 from tests.support.deepspeed.ranks import RankError, Ranks
@@ -115,11 +121,10 @@ def test_without_deepspeed() -> None:
 # ---- on ranks
 
 
-def on_and_off() -> list[str]:
+def on_and_off() -> None:
     import deepspeed.ops.adam.cpu_adam
     import deepspeed.runtime.config
     import deepspeed.runtime.superoffload.superoffload_stage3 as upstream
-    import torch
 
     import superoffload.integrations.deepspeed as ours
 
@@ -139,20 +144,16 @@ def on_and_off() -> list[str]:
     assert ours.is_enabled()
     assert all(a is not b for a, b in zip(original, state(), strict=True))
     ours.disable()
-    assert not ours.is_enabled()
-    assert state() == original
     ours.disable()
+    assert not ours.is_enabled() and state() == original
 
-    said = []
     engine = make_engine(config(STOCK))  # enables
     ours.disable()
     ours.enable()  # a stock engine does no harm
     ours.disable()
     engine._config.zero_config.offload_optimizer.super_offload = True  # upstream's own asserts CUDA
-    try:
+    with pytest.raises(StateError, match=r"call enable\(\) before deepspeed\.initialize\(\)"):
         ours.enable()
-    except StateError as error:
-        said.append(str(error))
     engine.optimizer, kept = None, engine.optimizer
     ours.enable()  # initialize() raised: there is no backend that it could keep
     ours.disable()
@@ -162,22 +163,16 @@ def on_and_off() -> list[str]:
     engine = make_engine(config())
     ours.disable()  # an engine keeps the backend that it has
     run_steps(engine, range(2))
-    said.append(type(engine.optimizer).__name__)
+    assert type(engine.optimizer).__name__ == "SpeculativeStage3"
     end(engine)
-    return said
 
 
 def test_enable_and_disable(two_ranks: Ranks) -> None:
-    for refused, kept in two_ranks.run(on_and_off):
-        assert "call enable() before deepspeed.initialize()" in refused
-        assert kept == "SpeculativeStage3"
+    two_ranks.run(on_and_off)
 
 
-def initialize(configuration: dict[str, Any], optimizer: str | None = None) -> str:
-    import torch
-
+def initialize(configuration: dict[str, Any], optimizer: str | None = None, **arguments: Any) -> str:
     model = Small()
-    arguments: dict[str, Any] = {}
     if optimizer is not None:
         arguments["optimizer"] = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
         del configuration["optimizer"]
@@ -189,9 +184,6 @@ def initialize(configuration: dict[str, Any], optimizer: str | None = None) -> s
 
 def initialize_with_tensor_parallelism() -> str:
     """As Megatron's users tell DeepSpeed of it, which remembers it for the process."""
-    from unittest import mock
-
-    import torch.distributed as dist
     from deepspeed.utils import groups
 
     class Megatron:
@@ -203,15 +195,11 @@ def initialize_with_tensor_parallelism() -> str:
             return lambda: dist.get_world_size() if "data_parallel_world" in name else int("world_size" in name)
 
     with mock.patch.object(groups, "mpu", groups.mpu):
-        engine = make_engine(config(), Small(), mpu=Megatron())
-    return type(engine.optimizer).__name__
+        return initialize(config(), mpu=Megatron())
 
 
 def initialize_with_experts() -> str:
     """A parameter that is partitioned over fewer ranks than the others, as those of experts are."""
-    from unittest import mock
-
-    import torch.distributed as dist
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
 
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
@@ -225,13 +213,13 @@ def initialize_with_experts() -> str:
         return initialize(config())
 
 
-def initialize_without_a_compiler(configuration: dict[str, Any]) -> str:
-    from unittest import mock
-
+def initialize_without_a_compiler() -> str:
     from deepspeed.ops.adam import cpu_adam
 
     import superoffload.integrations.deepspeed as ours
 
+    configuration = config({"device": "superoffload", "ratio": 0.5})  # on processors it changes nothing
+    del configuration["optimizer"]["params"]["torch_adam"]
     ours.disable()
     with mock.patch.object(cpu_adam.CPUAdamBuilder, "load", side_effect=RuntimeError("no compiler")):
         return initialize(configuration)
@@ -239,28 +227,100 @@ def initialize_without_a_compiler(configuration: dict[str, Any]) -> str:
 
 def test_optimizers(two_ranks: Ranks) -> None:
     assert two_ranks.run(initialize, config(), "Adam") == ["SpeculativeStage3"] * 2
-    configuration = config({"device": "superoffload", "ratio": 0.5})  # on processors it changes nothing
-    del configuration["optimizer"]["params"]["torch_adam"]
-    assert two_ranks.run(initialize_without_a_compiler, configuration) == ["SpeculativeStage3"] * 2
+    assert two_ranks.run(initialize_without_a_compiler) == ["SpeculativeStage3"] * 2
 
 
-FP16_AUTOCAST = {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "float16"}}
-SPLIT_FP16 = config(precision="fp16 128", options={"master_dtype": "split"})
-
-
-@pytest.mark.parametrize(
-    ("case", "arguments", "words"),
-    [
+def test_refused_at_initialize(two_ranks: Ranks) -> None:
+    autocast = {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "float16"}}
+    split = config(precision="fp16 128", options={"master_dtype": "split"})
+    refused: list[tuple[Callable[..., str], Any, str]] = [
         (initialize, ({**config(), "zero_allow_untested_optimizer": True}, "SGD"), "optimizer SGD: expected"),
         (initialize, (config(zero={"stage": 2}),), "expected 3"),
         (initialize, ({**config(), "superoffload": {"speed": 1}},), "unknown.* speed"),
-        (initialize, ({**config(), **FP16_AUTOCAST},), "torch_autocast.*its loss scaler"),
-        (initialize, (SPLIT_FP16,), r"master_dtype='split': it needs bfloat16 parameters.*float16"),
+        (initialize, ({**config(), **autocast},), "torch_autocast.*its loss scaler"),
+        (initialize, (split,), r"master_dtype='split': it needs bfloat16 parameters.*float16"),
         (initialize_with_tensor_parallelism, (), "mpu=Megatron: model parallelism is not supported"),
         (initialize_with_experts, (), r"is partitioned over ranks \[0\], others over \[0, 1\]"),
-    ],
-)
-def test_refused_at_initialize(case: Callable[..., str], arguments: Any, words: str, two_ranks: Ranks) -> None:
-    with pytest.raises(RankError, match=words):
-        two_ranks.run(case, *arguments)
+    ]
+    for case, arguments, words in refused:
+        with pytest.raises(RankError, match=words):
+            two_ranks.run(case, *arguments)
     assert two_ranks.run(initialize, config()) == ["SpeculativeStage3"] * 2  # nothing is left behind
+
+
+# ---- what only arguments and optimizers of DeepSpeed say
+
+
+def test_refused_arguments() -> None:
+    check_arguments({"zero_hpz_partition_size": 1, "mpu": SimpleNamespace(initialize_sequence_parallel=None)})
+    for given, words in (
+        ({"mpu": SimpleNamespace()}, "model parallelism is not supported"),
+        ({"gradient_accumulation_dtype": torch.float64}, "expected fp32, bf16 or fp16"),
+        ({"bf16_optimizer_states": True}, '"state_dtype": "bf16"'),  # and what is refused in the JSON already
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            check_arguments(given)
+
+
+class CPUAdam(torch.optim.Adam):
+    """Stands in for DeepSpeedCPUAdam."""
+
+    def __init__(self, params: Any, lr: float, fp32_optimizer_states: bool = True) -> None:
+        super().__init__(params, lr=lr)
+        self.fp32_optimizer_states = fp32_optimizer_states
+
+
+class Own(torch.optim.AdamW):
+    """May step differently."""
+
+
+def test_refused_optimizers() -> None:
+    param = torch.nn.Parameter(torch.zeros(3))
+    for allowed in (torch.optim.Adam, torch.optim.AdamW, CPUAdam):
+        check_optimizer(allowed([param], lr=1e-3), CPUAdam)
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        (torch.optim.SGD, {}, 'optimizer SGD: expected.*set "offload_optimizer": {"device": "cpu"}'),
+        (Own, {}, "optimizer Own: expected"),
+        (torch.optim.AdamW, {"amsgrad": True}, "amsgrad=True: expected False"),
+        (torch.optim.AdamW, {"maximize": True}, "maximize=True: expected False"),
+        (CPUAdam, {"fp32_optimizer_states": False}, '"state_dtype": "bf16"} instead'),
+    ]
+    for kind, options, words in refused:
+        with pytest.raises(ArgumentError, match=words):
+            check_optimizer(kind([param], lr=1e-3, **options), CPUAdam)
+
+
+class Builder:
+    """Stands in for DeepSpeed's, whose load() compiles."""
+
+    built = 0
+
+    def load(self) -> Any:
+        Builder.built += 1
+        return mock.Mock()
+
+
+def test_the_kernel_is_built_for_the_first_who_calls_it() -> None:
+    """A stock engine beside ours: its optimizer, made before the kernel was there, is known to the kernel."""
+    kernel: Any = lazy_builder(Builder)().load()
+    kernel.create_adam(0, 1e-3, "ours")
+    kernel.create_adam(1, 1e-3, "stock")
+    kernel.destroy_adam(0)
+    with pytest.raises(AttributeError):
+        assert kernel.__wrapped__, "who only looks at it builds nothing"
+    assert Builder.built == 0
+    kernel.adam_update(1, 5)
+    kernel.create_adam(2, 1e-3, "later")
+    kernel.destroy_adam(1)
+    assert Builder.built == 1
+    called = mock.call
+    made = [called.create_adam(1, 1e-3, "stock"), called.adam_update(1, 5), called.create_adam(2, 1e-3, "later")]
+    assert kernel._kernel.mock_calls == [*made, called.destroy_adam(1)]
+
+
+def test_the_environment_is_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from superoffload.integrations.deepspeed.stage3.optimizer import SpeculativeStage3
+
+    monkeypatch.setenv("SUPEROFFLOAD_DEVICE_TIMEOUT", "soon")
+    with pytest.raises(ArgumentError, match="SUPEROFFLOAD_DEVICE_TIMEOUT='soon': expected a number"):
+        SpeculativeStage3(None, None, None, None, {})

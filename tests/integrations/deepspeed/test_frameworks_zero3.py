@@ -1,8 +1,13 @@
-"""Frameworks that bring their own loop, under DeepSpeed ZeRO-3: Lightning and TRL."""
+"""`superoffload run` and launchers; Trainer with its resume, TRL, and Lightning, which refuses, under ZeRO-3."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
+import socket
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,21 +15,131 @@ from unittest import mock
 
 import pytest
 
-from tests.support.deepspeed.ranks import Ranks
+from tests.support.checkout import ROOT
+from tests.support.deepspeed.ranks import QUICK_KERNELS, Ranks
 from tests.support.deepspeed.training import config, end
 from tests.support.optional_packages import needs
-from tests.support.refusal import Refusal
+
+ENVIRONMENT = {
+    **os.environ,
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TOKENIZERS_PARALLELISM": "false",
+    "LOCAL_SIZE": "1",  # of devices, as without it; DeepSpeed would run numactl to count them in every reduction
+    "PYTHONPATH": os.pathsep.join([str(ROOT), QUICK_KERNELS, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+}
+RUN = [sys.executable, "-m", "superoffload", "run", "--"]
 
 
-@pytest.mark.refused("The DeepSpeed strategy is only supported on CUDA GPUs")
-def test_lightning(refusal: Refusal, tmp_path: Path) -> None:
+def run(*command: str, timeout: float = 120, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env={**ENVIRONMENT, **more}
+    )
+
+
+def test_deepspeed_is_enabled_and_other_sitecustomize_too(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('mine')")
+    code = (
+        "import sys; assert 'torch' not in sys.modules and 'deepspeed' not in sys.modules\n"
+        "import deepspeed.runtime.config, superoffload.integrations.deepspeed as s\n"
+        "print(s.is_enabled(), deepspeed.__spec__.name)"
+    )
+    path = os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])
+    found = run(*RUN, sys.executable, "-c", code, PYTHONPATH=path)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == ["mine", "mine", "True", "deepspeed"]  # superoffload itself is a Python too
+
+
+def test_the_exit_status_is_that_of_the_command_and_bad_commands_are_told() -> None:
+    assert run(*RUN, sys.executable, "-c", "raise SystemExit(7)").returncode == 7
+    for command, words in ([], "no command"), (["no-such-program"], "not found"):
+        found = run(*RUN, *command)
+        assert found.returncode == 2
+        assert words in found.stderr
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+LAUNCHERS = {
+    "deepspeed": ["deepspeed", "--num_accelerators", "1"],
+    "accelerate": ["accelerate", "launch", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no",
+                   "--dynamo_backend", "no", "--cpu"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers(launcher: str, tmp_path: Path) -> None:
+    """What ``torchrun`` starts is trained with below."""
+    if importlib.util.find_spec(launcher) is None:
+        pytest.skip(f"needs {launcher}: pip install {launcher}")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import deepspeed\nfrom superoffload.integrations.deepspeed import is_enabled\nprint('enabled:', is_enabled())"
+    )
+    port = ["--master_port", free_port()] if launcher == "deepspeed" else []
+    found = run(*RUN, *LAUNCHERS[launcher], *port, str(script), timeout=100)
+    assert found.returncode == 0, found.stderr
+    assert "enabled: True" in found.stdout
+
+
+EXAMPLE = ROOT / "examples" / "deepspeed"
+
+
+def untouched(folder: Path) -> Path:
+    """The example without superoffload's two lines."""
+    lines = (EXAMPLE / "train.py").read_text().splitlines()
+    kept = [line for line in lines if "superoffload.integrations" not in line]
+    assert len(lines) - len(kept) == 2
+    script = folder / "train.py"
+    script.write_text("\n".join(kept))
+    (folder / "ds.json").write_text((EXAMPLE / "ds.json").read_text())
+    return script
+
+
+def train(script: Path, out: Path, text: Path, steps: int, *more: str) -> list[float]:
+    """The losses that the Trainer logged."""
+    found = run(
+        *RUN, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(script),
+        "--text", str(text), "--out", str(out), "--steps", str(steps), "--hidden", "32", "--layers", "2", *more,
+        timeout=200,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-6000:]
+    last = max(out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    history = json.loads((last / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+@needs("transformers", "accelerate")
+@pytest.mark.in_turn
+def test_trainer_and_its_resume(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"It was the best of times, it was the worst of times. " * 400)
+    straight = train(untouched(tmp_path), tmp_path / "straight", text, 8, "--save-steps", "4")
+    assert straight[-1] < 0.95 * straight[0]
+    # the same run, interrupted after step 4
+    checkpoints = sorted((tmp_path / "straight").glob("checkpoint-*"))
+    assert [path.name for path in checkpoints] == ["checkpoint-4", "checkpoint-8"]
+    (tmp_path / "resumed").mkdir()
+    checkpoints[0].rename(tmp_path / "resumed" / "checkpoint-4")
+    resumed = train(EXAMPLE / "train.py", tmp_path / "resumed", text, 8, "--save-steps", "4", "--resume")
+    assert resumed == straight
+
+
+def test_lightning(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
     from lightning.pytorch.demos.boring_classes import BoringModel
 
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "default_root_dir": str(tmp_path)}
     with mock.patch.dict(os.environ):  # Lightning says there which rank this is; later tests must not think so
         trainer = lightning.Trainer(strategy="deepspeed_stage_3", accelerator="cpu", **options)
-        with refusal():
+        with pytest.raises(Exception, match="The DeepSpeed strategy is only supported on CUDA GPUs"):
             trainer.fit(BoringModel())
 
 
@@ -56,10 +171,7 @@ def trained_by_trl(kind: str, folder: str, options: dict[str, Any]) -> tuple[Any
 
 
 @needs("trl", "datasets")
-@pytest.mark.parametrize(
-    "kind",
-    ["SFT", "GRPO"],
-)
+@pytest.mark.parametrize("kind", ["SFT", "GRPO"])
 def test_trl(kind: str, two_ranks: Ranks, tmp_path: Path) -> None:
     always, never = (
         two_ranks.run(trained_by_trl, kind, str(tmp_path), {"speculation": mode}) for mode in ("always", "never")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor
 
-from tests.support.deepspeed.rank_faults_zero3 import drop_clip, skip_publish
+from superoffload.errors import RankError, SuperOffloadError
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import Scenario
 from tests.support.deepspeed.training import OURS, STOCK, Small, batch, config, end, make_engine
@@ -25,41 +29,59 @@ def one_step_less(engine: Any) -> None:
     engine.optimizer.parts.ranks.session.count(applied=True, factor=0.0)
 
 
-FAULTS: dict[str, Callable[[Any], None]] = {
-    function.__name__: function for function in (drop_clip, skip_publish, other_lr, one_step_less)
-}
+def skip_publish(engine: Any) -> None:
+    """One bucket of this step is not delivered."""
+    link = engine.optimizer.parts.driver.engine.link
+    deliver = link.deliver
+
+    def lost(bucket: Any, after: Any) -> Any:
+        link.deliver = deliver
+        return after
+
+    link.deliver = lost
 
 
-def train(options: dict[str, Any], fault: str | None, zero: dict[str, Any]) -> tuple[str, int]:
+def drop_clip(engine: Any) -> None:
+    """This rank steps as if nothing had to be clipped, and reports that it did."""
+    steps: Any = import_module("superoffload.integrations.deepspeed.stage3.steps")
+    clip = steps.clip
+
+    def unclipped(norm: Tensor, scale: float, threshold: float) -> tuple[float, float]:
+        steps.clip = clip
+        coefficient, _ = clip(norm, scale, threshold)
+        assert coefficient < 1.0, "nothing was clipped, so nothing was planted"
+        return coefficient, 1.0 / scale
+
+    steps.clip = unclipped
+
+
+def train(options: dict[str, Any], fault: Callable[[Any], None] | None, zero: dict[str, Any]) -> tuple[str, int]:
     """What the error said, and the step that raised it."""
-    from superoffload.errors import RankError
-
     engine = Scenario({**SCENARIO.config, "zero": zero}).engine(OURS, options)
-    found = ("", STEPS)
-    for step in range(STEPS):
-        engine.backward(SCENARIO.loss_of(engine, step, 0))
-        if step == PLANTED and engine.global_rank == 1 and fault is not None:
-            FAULTS[fault](engine)
-        try:
+    try:
+        for step in range(STEPS):
+            engine.backward(SCENARIO.loss_of(engine, step, 0))
+            if step == PLANTED and engine.global_rank == 1 and fault is not None:
+                fault(engine)
             engine.step()
-        except RankError as error:
-            found = str(error), step
-            break
-    end(engine)
-    return found
+        return "", STEPS
+    except RankError as error:
+        return str(error), step
+    finally:
+        end(engine)
 
 
 @pytest.mark.parametrize(
     ("fault", "check", "delivery", "words"),
     [
-        ("drop_clip", "light", "on_demand", "gradient factor"),
-        ("drop_clip", "off", "eager", ""),
-        ("other_lr", "light", "eager", "rank 1: lr of group 0 is 0.004, on rank 0 0.003"),
-        ("one_step_less", "light", "on_demand", "the step before did not end alike"),
-        ("skip_publish", "full", "on_demand", "rank 1: dots"),
+        (drop_clip, "light", "on_demand", "gradient factor"),
+        (drop_clip, "off", "eager", ""),
+        (other_lr, "light", "eager", "rank 1: lr of group 0 is 0.004, on rank 0 0.003"),
+        (one_step_less, "light", "on_demand", "the step before did not end alike"),
+        (skip_publish, "full", "on_demand", "rank 1: dots"),
     ],
 )
-def test_what_is_found(fault: str, check: str, delivery: str, words: str, two_ranks: Ranks) -> None:
+def test_what_is_found(fault: Any, check: str, delivery: str, words: str, two_ranks: Ranks) -> None:
     options = {"rank_check": check, "delivery": delivery}
     for said, step in two_ranks.run(train, options, fault, {}):
         assert words in said and bool(words) == bool(said)
@@ -77,41 +99,29 @@ def test_quiet_where_nothing_is_wrong(threshold: int, check: str, delivery: str,
     assert two_ranks.run(train, options, None, zero) == [("", STEPS)] * 2
 
 
-AUTOCAST: dict[str, Any] = {"precision": "fp32", "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-
-
-def read_stale(engine: Any) -> None:
-    """What this rank publishes of one parameter does not get to what is gathered of it."""
-    param = engine.module.head.weight
-    param.ds_tensor.data = param.ds_tensor.data.clone()
-
-
 def autocast(offload: dict[str, Any], options: dict[str, Any] | None, zero: dict[str, Any], stale: bool) -> Any:
-    """Losses, and what the error said."""
-    from unittest import mock
-
+    """Losses, and what the error said. ``stale``: what rank 1 publishes of one parameter is not what is gathered."""
     from deepspeed.runtime import torch_autocast
 
-    from superoffload.errors import RankError
-
     state = {name: getattr(torch_autocast, name) for name in ("TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE")}
+    dtype: Any = {"precision": "fp32", "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    losses: list[float] = []
     with mock.patch.multiple(torch_autocast, **state):  # DeepSpeed never forgets it
-        engine = make_engine(config(offload, options=options, zero=zero, clip=1.0, **AUTOCAST))
-        losses: list[float] = []
-        said = ""
-        for step in range(6):
-            loss = engine(*batch(step))
-            losses.append(loss.item())
-            engine.backward(loss)
-            if step == 1 and stale and engine.global_rank == 1:
-                read_stale(engine)
-            try:
+        engine = make_engine(config(offload, options=options, zero=zero, clip=1.0, **dtype))
+        try:
+            for step in range(6):
+                loss = engine(*batch(step))
+                losses.append(loss.item())
+                engine.backward(loss)
+                if step == 1 and stale and engine.global_rank == 1:
+                    param = engine.module.head.weight
+                    param.ds_tensor.data = param.ds_tensor.data.clone()
                 engine.step()
-            except RankError as error:
-                said = str(error)
-                break
-        end(engine)
-    return losses, said
+            return losses, ""
+        except RankError as error:
+            return losses, str(error)
+        finally:
+            end(engine)
 
 
 @pytest.mark.parametrize(("threshold", "check", "delivery"), [(0, "light", "eager"), (3000, "full", "on_demand")])
@@ -131,9 +141,6 @@ def test_torch_autocast_gathers_in_its_own_dtype(threshold: int, check: str, del
 def train_with_nan() -> tuple[str, float]:
     """A weight that nothing uses and that is NaN, in the part of rank 1; then it is initialized."""
     import deepspeed
-    import torch
-
-    from superoffload.errors import SuperOffloadError
 
     torch.manual_seed(1)
     model = Small()
@@ -166,7 +173,6 @@ def test_a_nan_weight_is_called_that(two_ranks: Ranks) -> None:
 def write_and_train(delivery: str, check: str) -> None:
     """Users who write masters and parameters between steps, NaN too, are not told that a publish was lost."""
     import deepspeed
-    import torch
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
     engine = SCENARIO.engine(OURS, {"rank_check": check, "delivery": delivery})
@@ -188,15 +194,3 @@ def write_and_train(delivery: str, check: str) -> None:
 @pytest.mark.parametrize(("delivery", "check"), [("eager", "full"), ("on_demand", "light")])
 def test_writes_of_users_are_no_faults(delivery: str, check: str, two_ranks: Ranks) -> None:
     two_ranks.run(write_and_train, delivery, check)
-
-
-def patience(options: dict[str, Any]) -> float:
-    engine = SCENARIO.engine(OURS, options)
-    seconds: float = engine.optimizer.parts.ranks.session.group.timeout
-    end(engine)
-    return seconds
-
-
-def test_how_long_ranks_wait_for_each_other(two_ranks: Ranks) -> None:
-    assert two_ranks.run(patience, {"rank_timeout": 45}) == [45.0] * 2
-    assert two_ranks.run(patience, {}) == [60.0] * 2

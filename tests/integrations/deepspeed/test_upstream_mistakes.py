@@ -1,19 +1,26 @@
-"""What upstream's SuperOffload gets wrong, ours right; each case records what the peer does today (0.19.8)."""
+"""What upstream's SuperOffload gets wrong, ours right; each case records what the peer does today (0.19.8).
+
+On processors: its CUDA check and stream synchronization are stubbed, and its worker is the original function on a
+thread instead of a process, which changes nothing in what it computes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.deepspeed import upstream
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.recorded_reference import UNUSED, gradients_of, reference
 from tests.support.deepspeed.scenarios import INF, Scenario, distance
@@ -29,7 +36,6 @@ pytestmark = [
     ),
 ]
 STEPS = 6
-UPSTREAM = {"device": "cpu", "super_offload": True}
 GAPS: dict[int, tuple[int, ...]] = {2: (UNUSED,), 3: (UNUSED,)}
 Outcome = dict[str, Any]
 
@@ -105,6 +111,57 @@ CASES = {
 }
 
 
+def on_a_thread(original: type, worker: Any) -> type:
+    class ThreadOptimizer(original):
+        def __init__(self, optimizer_config: Any, max_grad_numel: int, **_: Any) -> None:
+            self.max_grad_numel = max_grad_numel
+            self.param_queue, self.result_queue = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
+            arguments = (self.param_queue, self.result_queue, optimizer_config, max_grad_numel, False)
+            self.cpuadam_process = threading.Thread(target=worker, args=arguments, daemon=True)
+            self.cpuadam_process.start()
+            self.submitted = 0
+
+        def async_step(self, *args: Any, **kwargs: Any) -> None:
+            self.submitted += 1
+            super().async_step(*args, **kwargs)
+
+        def close(self) -> None:
+            self.param_queue.put(None)
+            self.cpuadam_process.join(20)
+
+    return ThreadOptimizer
+
+
+@contextmanager
+def upstreams_engine(**settings: Any) -> Iterator[Any]:
+    """An engine with upstream's optimizer, while ours is disabled; ended with the context."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.superoffload import superoffload_stage3 as upstream
+    from deepspeed.runtime.superoffload import superoffload_utils as utils
+
+    import superoffload.integrations.deepspeed as ours
+
+    ours.disable()
+    configuration, model = config({"device": "cpu", "super_offload": True}, **settings), Scenario().model()
+    configuration.pop("superoffload", None)
+    on_thread = on_a_thread(utils.SuperOffloadCPUOptimizer, utils.superoffload_optimizer_worker)
+    accelerator = mock.Mock(wraps=get_accelerator(), current_stream=mock.Mock())
+    with mock.patch.multiple(
+        upstream,
+        SuperOffloadCPUOptimizer=on_thread,
+        get_accelerator=lambda: accelerator,
+        _validate_superoffload_accelerator=lambda: None,
+    ):
+        made, *_ = deepspeed.initialize(model=model, config=configuration, model_parameters=model.parameters())
+        try:
+            yield made
+        finally:
+            made.optimizer.superoffload_cpu_optimizer.close()
+            made.destroy()
+            made._config.zero_config.offload_optimizer.super_offload = False  # enable() would refuse to meet it again
+
+
 def run(name: str) -> tuple[Outcome, Outcome]:
     """Ours and upstream's, on the same recorded gradients."""
     case = CASES[name]
@@ -112,7 +169,7 @@ def run(name: str) -> tuple[Outcome, Outcome]:
     engine = make_engine(config(OURS, options={"speculation": "always"}, **settings), Scenario().model())
     ours = _train(engine, case)
     end(engine)
-    with upstream.engine(config(UPSTREAM, **settings), Scenario().model()) as engine:
+    with upstreams_engine(**settings) as engine:
         theirs = _train(engine, case)
         entries = engine.optimizer.state_dict()["optimizer_state_dict"]["state"].values()
         theirs["submitted"] = engine.optimizer.superoffload_cpu_optimizer.submitted
@@ -123,9 +180,8 @@ def run(name: str) -> tuple[Outcome, Outcome]:
 def _train(engine: Any, case: Case) -> Outcome:
     before, losses = masters(engine), []
     for step in range(STEPS):
-        poison = None
-        if step in case.poison and case.poison[step][0] == torch.distributed.get_rank():
-            poison = {case.poison[step][1]: case.poison[step][2]}
+        rank, dot, value = case.poison.get(step, (-1, 0, 0.0))
+        poison = {dot: value} if rank == torch.distributed.get_rank() else None
         for micro in range(case.micros):
             loss = engine(step, micro, case.skips.get(step, ()), poison)
             engine.backward(loss)
@@ -148,7 +204,7 @@ def test_ours_is_right_and_upstream_as_recorded(name: str, two_ranks: Ranks) -> 
 
 def submitted_before_step(clip: float) -> int:
     scenario = Scenario()
-    with upstream.engine(config(UPSTREAM, precision="fp32", clip=clip), scenario.model()) as engine:
+    with upstreams_engine(precision="fp32", clip=clip) as engine:
         engine.backward(scenario.loss_of(engine, 0, 0))
         found = int(engine.optimizer.superoffload_cpu_optimizer.submitted)
         engine.step()

@@ -1,8 +1,9 @@
-"""What people do around an optimizer, under DeepSpeed ZeRO-3: as stock ZeRO-Offload."""
+"""What people do around an optimizer, under DeepSpeed ZeRO-3: as stock ZeRO-Offload, or refused with a clear error."""
 
 from __future__ import annotations
 
-import importlib.util
+import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import WAYS, Scenario, distance
-from tests.support.deepspeed.training import Small, config, end, make_engine, masters, plain, run_steps
+from tests.support.deepspeed.training import Small, batch, config, end, make_engine, masters, plain, run_steps
+from tests.support.optional_packages import needs
 
 STEPS = 6
 
@@ -38,17 +40,16 @@ def steps(engine: Any) -> None:
 
 
 def autocast(engine: Any) -> None:
-    for step in range(STEPS):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = plain(engine, step, 0)
-        engine.backward(loss)
-        engine.step()
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        steps(engine)
 
 
-def schedulers(engine: Any) -> None:
-    """Of torch, on the optimizer that the engine was given; the learning rate changes between backward and step."""
+def schedulers_and_hooks(engine: Any) -> None:
+    """Schedulers of torch on the optimizer that the engine was given: the learning rate changes between backward and
+    step. A hook on activations changes their gradients."""
     from tests.support.schedulers import SCHEDULERS
 
+    engine.module.head.register_full_backward_hook(lambda _, grads, __: (2.0 * grads[0],))
     inner = engine.optimizer.optimizer
     for step, (name, make) in enumerate(SCHEDULERS.items()):
         for group in inner.param_groups:
@@ -59,12 +60,6 @@ def schedulers(engine: Any) -> None:
         engine.backward(plain(engine, step, 0))
         scheduler.step(*((1.0,) if name == "ReduceLROnPlateau" else ()))
         engine.step()
-
-
-def hooks(engine: Any) -> None:
-    """On activations, whose gradients they change."""
-    engine.module.head.register_full_backward_hook(lambda _, grads, __: (2.0 * grads[0],))
-    steps(engine)
 
 
 def lora() -> nn.Module:
@@ -88,17 +83,12 @@ def train(make: Callable[[], nn.Module], use: Callable[[Any], None], clip: float
     return found
 
 
-NO_PEFT = importlib.util.find_spec("peft") is None
 CASES: list[Any] = [
-    pytest.param(Small, schedulers, 0.0, 1e-4, id="schedulers"),
+    pytest.param(Small, schedulers_and_hooks, 0.0, 1e-4, id="schedulers and hooks"),
     pytest.param(Small, autocast, 0.0, 5e-2, id="autocast"),
     pytest.param(Tied, steps, 50.0, 1e-4, id="tied"),
-    pytest.param(Small, hooks, 0.0, 1e-4, id="hooks"),
-    pytest.param(
-        lora, steps, 0.0, 1e-4, id="lora",
-        marks=pytest.mark.skipif(NO_PEFT, reason="needs peft: pip install peft"),
-    ),
-]  # fmt: skip
+    pytest.param(lora, steps, 0.0, 1e-4, id="lora", marks=needs("peft")),
+]
 
 
 @pytest.mark.parametrize(("make", "use", "clip", "tolerance"), CASES)
@@ -131,7 +121,7 @@ def test_a_scheduler_does_not_warn(two_ranks: Ranks) -> None:
         assert rates == pytest.approx([1e-2 / 2, 1e-2 / 3])
 
 
-def frozen_for_a_while(way: str) -> tuple[bool, bool, Any]:
+def frozen_for_a_while(way: str) -> dict[str, str]:
     engine = Scenario({"clip": 0.75}).engine(*WAYS[way])
     param = engine.module.dots[2].weight
 
@@ -145,20 +135,17 @@ def frozen_for_a_while(way: str) -> tuple[bool, bool, Any]:
     before = run(range(2))
     param.requires_grad_(False)
     meanwhile = run(range(2, 4), (2,))
-    after = run(range(4, 6))
-    found = (torch.equal(before, meanwhile), torch.equal(meanwhile, after), engine.optimizer.state_digests())
+    assert torch.equal(before, meanwhile) and not torch.equal(meanwhile, run(range(4, 6)))
+    digests: dict[str, str] = engine.optimizer.state_digests()
     end(engine)
-    return found
+    return digests
 
 
 def test_frozen_and_unfrozen(two_ranks: Ranks) -> None:
-    always, never = (two_ranks.run(frozen_for_a_while, way) for way in ("ours", "ours, waiting"))
-    assert always == never
-    for kept, still, _ in always:
-        assert kept and not still
+    assert two_ranks.run(frozen_for_a_while, "ours") == two_ranks.run(frozen_for_a_while, "ours, waiting")
 
 
-def converted() -> list[bool]:
+def converted() -> None:
     """Every parameter is made the engine's dtype; masters get the float32 bits that they had."""
     from deepspeed.utils import safe_set_full_fp32_param
 
@@ -167,16 +154,120 @@ def converted() -> list[bool]:
     model.head.bfloat16()
     values = {name: param.detach().float().clone() for name, param in model.named_parameters()}
     engine = make_engine(config(options={"speculation": "always"}), model)
-    dtypes = {param.dtype for param in engine.module.parameters()}
+    assert {param.dtype for param in engine.module.parameters()} == {torch.bfloat16}
     even = {name: param for name, param in engine.module.named_parameters() if param.ds_numel % 2 == 0}
     for name, param in even.items():  # DeepSpeed's function cannot do those that are padded
         safe_set_full_fp32_param(param, values[name])
     found = masters(engine)
-    same = len(even) > 3 and all(torch.equal(found[name], values[name]) for name in even)
+    assert len(even) > 3 and all(torch.equal(found[name], values[name]) for name in even)
     run_steps(engine, range(2))
     end(engine)
-    return [dtypes == {torch.bfloat16}, same]
 
 
 def test_one_dtype_and_masters_of_float32(two_ranks: Ranks) -> None:
-    assert two_ranks.run(converted) == [[True, True]] * 2
+    two_ranks.run(converted)
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------------
+
+
+def clip_norm(engine: Any) -> None:
+    from torch.nn.utils import clip_grad_norm_
+
+    engine.backward(plain(engine, 0, 0))
+    clip_grad_norm_(engine.module.parameters(), 1.0)
+
+
+def clip_value(engine: Any) -> None:
+    engine.backward(plain(engine, 0, 0))
+    nn.utils.clip_grad_value_(engine.module.parameters(), 1.0)
+
+
+def add_group(engine: Any) -> None:
+    engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+def closure(engine: Any) -> None:
+    engine.backward(plain(engine, 0, 0))
+    engine.optimizer.step(lambda: 0.0)
+
+
+def step_hook(engine: Any) -> None:
+    hook = engine.optimizer.optimizer.register_step_pre_hook(lambda *_: None)
+    engine.backward(plain(engine, 0, 0))
+    try:
+        engine.step()
+    finally:
+        hook.remove()
+
+
+def our_checkpoint(engine: Any) -> None:
+    from superoffload import checkpoints
+
+    checkpoints.save("nowhere", engine.module, engine.optimizer)
+
+
+def torchs_checkpoint(engine: Any) -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    get_optimizer_state_dict(engine.module, engine.optimizer)
+
+
+NO_CLIP = 'this would clip nothing; set "gradient_clipping" in the DeepSpeed JSON'
+REFUSED: list[tuple[Callable[[Any], Any], str]] = [
+    (clip_norm, NO_CLIP),
+    (clip_value, NO_CLIP),
+    (add_group, "has no attribute 'add_param_group'"),
+    (closure, "closures are not supported, as in DeepSpeed"),
+    (step_hook, "step hooks are not called under DeepSpeed; do around engine.step() what they do"),
+    (lambda engine: copy.deepcopy(engine.optimizer), "cannot be copied or pickled; use engine.save_checkpoint()"),
+    (lambda engine: pickle.dumps(engine.optimizer), "cannot be copied or pickled; use engine.save_checkpoint()"),
+    (torchs_checkpoint, "DeepSpeed's optimizer is no torch.optim.Optimizer; use engine.save_checkpoint()"),
+    (our_checkpoint, "expected superoffload.AdamW or torch.optim.AdamW; use engine.save_checkpoint()"),
+]
+
+
+def refused() -> None:
+    """The engine trains on after each error."""
+    engine = make_engine(config(options={"speculation": "always"}), Small())
+    for use, words in REFUSED:
+        with pytest.raises(Exception) as caught:
+            use(engine)
+        assert words in str(caught.value)
+        engine.backward(engine(*batch(1)))
+        engine.step()
+    end(engine)
+
+
+def test_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(refused)
+
+
+class Odd(Small):
+    """With a parameter that DeepSpeed itself cannot take."""
+
+    def __init__(self, odd: Tensor) -> None:
+        super().__init__()
+        self.odd = nn.Parameter(odd)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs) + self.odd.sum()
+
+
+def refused_by_deepspeed(odd: Tensor, words: str) -> None:
+    engine = None
+    with pytest.raises(Exception) as caught:
+        engine = make_engine(config(), Odd(odd))
+        plain(engine, 0, 0)
+    assert words in str(caught.value)
+    if engine is not None:
+        end(engine)
+
+
+def test_parameters_that_deepspeed_itself_refuses(two_ranks: Ranks) -> None:
+    for odd, words in (
+        (torch.empty(0, 3), "'status': 'NOT_AVAILABLE', 'numel': 0, 'ds_numel': 0"),
+        (torch.tensor(1.0), "self.dim() cannot be 0 to view"),
+        (torch.ones(4, 3).t(), "self.stride(-1) must be 1 to view"),
+    ):
+        two_ranks.run(refused_by_deepspeed, odd, words)
