@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from superoffload.engine.speculation_schedule import Schedule, Situation
+from superoffload.engine.schedule import Schedule, Situation
 
 
 class FixedSchedule(Schedule):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from superoffload import _native
-from superoffload.engine.step_model import BYTES
+from superoffload.engine.schedule import BYTES
 
 Operation = _native.Operation
 

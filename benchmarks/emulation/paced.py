@@ -19,7 +19,7 @@ from superoffload import _native
 from superoffload.engine.bucket import Bucket, GroupHyper
 from superoffload.engine.engine import Engine
 from superoffload.engine.engine_options import EngineOptions
-from superoffload.engine.speculation_schedule import Schedule
+from superoffload.engine.schedule import Schedule
 from superoffload.links.base import PackTicket, wait_until_ended
 from superoffload.links.host import HostLink
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.emulation.machine import Machine, Operation, Workload
-from superoffload.engine.step_model import Kind, StepTimes, period
+from superoffload.engine.schedule import Kind, StepTimes, period
 
 _FP32, _NORM = 4.0, 2.0  # bytes per parameter on the link, and read for the norm
 

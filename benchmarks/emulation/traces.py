@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from benchmarks.emulation.fixed_schedule import FixedSchedule
 from benchmarks.emulation.machine import Machine, Workload
 from benchmarks.emulation.training import EmulatedTraining
-from superoffload.engine.speculation_schedule import Schedule
+from superoffload.engine.schedule import Schedule
 
 SETTLED_IN = 20  # steps that are not counted: the schedule learns
 SLOWEST = 1.03  # the most that adaptive may take, over the best fixed choice

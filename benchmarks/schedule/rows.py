@@ -14,7 +14,7 @@ from benchmarks.emulation.paced import PacedTraining
 from benchmarks.emulation.peers import in_backward, synchronous
 from benchmarks.emulation.traces import SETTLED_IN, TRACES, run_trace
 from benchmarks.emulation.training import EmulatedTraining
-from superoffload.engine.speculation_schedule import Schedule
+from superoffload.engine.schedule import Schedule
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]

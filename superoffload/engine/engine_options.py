@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from superoffload import _native
-from superoffload.engine.speculation_schedule import Schedule
+from superoffload.engine.schedule import Schedule
 
 
 class Pool(Protocol):

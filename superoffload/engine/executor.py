@@ -11,7 +11,7 @@ from torch import Tensor
 from superoffload import _native
 from superoffload.engine.bucket import Bucket, GroupHyper
 from superoffload.engine.engine_options import Pool
-from superoffload.engine.speculation_schedule import Schedule
+from superoffload.engine.schedule import Schedule
 from superoffload.errors import SuperOffloadError, WorkerError
 from superoffload.links.base import Link, PackTicket
 

@@ -11,8 +11,8 @@ from superoffload.engine.bucket import Bucket
 from superoffload.engine.bucket_state import BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.layout import Layout
+from superoffload.engine.schedule import Schedule, Situation
 from superoffload.engine.snapshot import Snapshots
-from superoffload.engine.speculation_schedule import Schedule, Situation
 from superoffload.engine.speculator import Speculator
 from superoffload.engine.stats import Stats
 from superoffload.errors import DeviceError, TornStep

@@ -15,7 +15,7 @@ from superoffload.engine.listener import Listener
 from superoffload.engine.native_work import native_work, shared_journals
 from superoffload.engine.placement import Placer, move_state
 from superoffload.engine.placement_choice import Measured
-from superoffload.engine.speculation_schedule import Schedule
+from superoffload.engine.schedule import Schedule
 from superoffload.host.memory import exceeds_caches, is_out_of_memory, room_on_device
 from superoffload.links.base import Link
 

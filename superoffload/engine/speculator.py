@@ -11,8 +11,8 @@ from superoffload.engine.bucket_state import BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.inbox import Inbox
 from superoffload.engine.layout import Layout
+from superoffload.engine.schedule import Schedule
 from superoffload.engine.snapshot import Snapshots
-from superoffload.engine.speculation_schedule import Schedule
 from superoffload.engine.stats import Stats
 from superoffload.links.base import Link
 

@@ -18,7 +18,7 @@ from superoffload.engine.executor import Executor
 from superoffload.engine.layout import Layout
 from superoffload.engine.listener import Listener
 from superoffload.engine.recorder import Recorder
-from superoffload.engine.speculation_schedule import Schedule
+from superoffload.engine.schedule import Schedule
 from superoffload.errors import DeviceError, SuperOffloadError, WorkerError
 from superoffload.links.base import Link
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from superoffload import AdamW, checkpoints
 from superoffload.checkpoints import tensor_files
 from superoffload.checkpoints.tensor_files import TensorFile
-from superoffload.engine.speculation_schedule import Schedule
+from superoffload.engine.schedule import Schedule
 from superoffload.optimizer import state_dict
 from tests.support.adamw_training import Reordered, TorchAdamW, model_of, train
 from tests.support.carried_state import Carry, as_dict, in_a_folder, in_the_background, through_a_file

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from superoffload import _native
 from superoffload.engine.bucket import Bucket
 from superoffload.engine.bucket_state import BucketState
-from superoffload.engine.speculation_schedule import Schedule
+from superoffload.engine.schedule import Schedule
 from superoffload.engine.tail import Tail
 from superoffload.optimizer import module_hooks
 from tests.support.fsdp2_cases import Case, build, train

@@ -13,8 +13,8 @@ from random import Random
 from unittest import mock
 
 from superoffload.engine.engine_options import EngineOptions
+from superoffload.engine.schedule import Schedule, Situation
 from superoffload.engine.snapshot import ShardState, Snapshot
-from superoffload.engine.speculation_schedule import Schedule, Situation
 from tests.fuzz.program import Settings
 from tests.support.engine_rig import journal_codes_of
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.accumulation import table
 from superoffload import AdamW
-from superoffload.engine.speculation_schedule import MODES
+from superoffload.engine.schedule import MODES
 from superoffload.errors import ArgumentError, StateError
 from superoffload.optimizer import grad_dtypes
 from superoffload.optimizer.fp32_accumulation import check_fp32_sums

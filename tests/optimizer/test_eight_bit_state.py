@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from superoffload import AdamW, CPUAdamW, checkpoints
 from superoffload.engine.noise import noise_stream
-from superoffload.engine.speculation_schedule import Schedule
+from superoffload.engine.schedule import Schedule
 from superoffload.errors import ArgumentError
 from tests.support.adamw_training import Mixed, Reordered, check_counters, train
 from tests.support.carried_state import Carry, as_dict, in_a_folder, through_a_file

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from superoffload import AdamW, CPUAdamW
-from superoffload.engine.speculation_schedule import MODES
+from superoffload.engine.schedule import MODES
 from superoffload.errors import ArgumentError, HostMemoryError, StateError
 from superoffload.optimizer.gradient_source import dtype_to_come
 from tests.support.adamw_training import assert_close_to_torch, check_counters, model_of

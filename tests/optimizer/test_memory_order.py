@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW, CPUAdamW, checkpoints
-from superoffload.engine.speculation_schedule import MODES
+from superoffload.engine.schedule import MODES
 from superoffload.errors import ArgumentError, RankError, StateError
 from tests.support.rank_processes import on_ranks
 

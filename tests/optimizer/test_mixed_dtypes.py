@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.engine.speculation_schedule import MODES
+from superoffload.engine.schedule import MODES
 from tests.support.adamw_training import Mixed, batch, model_of
 
 

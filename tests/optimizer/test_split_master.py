@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.engine.speculation_schedule import Schedule
+from superoffload.engine.schedule import Schedule
 from superoffload.errors import ArgumentError
 from tests.support.adamw_training import assert_worker_threads, check_counters, model_of, worker_threads
 from tests.support.link_runs import wide_model

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from superoffload import AdamW
-from superoffload.engine.speculation_schedule import MODES
+from superoffload.engine.schedule import MODES
 from tests.support.adamw_training import (
     Optimizer,
     TorchAdamW,

@@ -26,7 +26,7 @@ from superoffload.engine.bucket import GroupHyper, Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.engine_options import EngineOptions
 from superoffload.engine.master_halves import UpperHalves
-from superoffload.engine.speculation_schedule import Schedule, Situation
+from superoffload.engine.schedule import Schedule, Situation
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import WorkerError
 from tests.simulator.plain import STATE, PlainModel, PlainShard, state_of, words, zero_moment

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.engine.speculation_schedule import MODES
+from superoffload.engine.schedule import MODES
 from tests.support.engine_rig import COUNTERS
 from tests.support.quick_python import QuickPython
 

@@ -21,7 +21,7 @@ from superoffload.engine.engine_options import EngineOptions
 from superoffload.engine.journal_width import JournalWidth
 from superoffload.engine.master_halves import UpperHalves
 from superoffload.engine.recorder import Recorder
-from superoffload.engine.speculation_schedule import Schedule
+from superoffload.engine.schedule import Schedule
 from superoffload.engine.verdict import Verdict
 from superoffload.links.host import HostLink
 from tests.support.reference.adam import Verdict as ReferenceVerdict

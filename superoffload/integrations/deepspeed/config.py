@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from superoffload.engine.speculation_schedule import MODES
+from superoffload.engine.schedule import MODES
 from superoffload.errors import ArgumentError
 from superoffload.host.numbers import check_number, check_threads, check_whole_number
 from superoffload.optimizer.arguments import check_rank_check, check_seed

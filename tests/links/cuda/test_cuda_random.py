@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.engine.speculation_schedule import MODES
+from superoffload.engine.schedule import MODES
 from tests.support.adamw_training import DTYPES, batch, grads_of, model_of
 from tests.support.fake_cuda import Fake
 from tests.support.fake_cuda_training import moves_behind_the_stream

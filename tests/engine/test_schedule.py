@@ -11,9 +11,16 @@ from benchmarks.emulation.fixed_schedule import FixedSchedule
 from benchmarks.emulation.machine import GRACE, Machine, Workload
 from benchmarks.emulation.traces import SLOWEST, run_trace
 from benchmarks.emulation.training import EmulatedTraining
-from superoffload.engine.speculation_schedule import Schedule
-from superoffload.engine.spoil_prediction import SpoilPredictor
-from superoffload.engine.step_model import BYTES, Kind, MeasuredTimes, Operation, StepTimes, period
+from superoffload.engine.schedule import (
+    BYTES,
+    Kind,
+    MeasuredTimes,
+    Operation,
+    Schedule,
+    SpoilPredictor,
+    StepTimes,
+    period,
+)
 from superoffload.errors import ArgumentError
 
 PARAMETERS, FLOPS = 7e9, 400e12
