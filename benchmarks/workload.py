@@ -7,8 +7,8 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.engine.bucket import ELEMENT_TYPES
+from superoffload.engine.layout import STATE_TYPES
 from superoffload.engine.moments import scales_address, stored_numel
-from superoffload.engine.native_work import STATE_TYPES
 from superoffload.host.memory import exceeds_caches, host_empty, host_zeros
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 1e-2

@@ -24,10 +24,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "superoffload"
 # What folders beside the engine may import from it.
 VOCABULARY = (
     "engine.bucket",
-    "engine.resident_work",
     "engine.master_halves",
-    "engine.bucket_state",
-    "engine.journal_width",
+    "engine.journal",
 )
 
 Graph = Mapping[str, AbstractSet[str]]

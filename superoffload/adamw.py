@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from superoffload import kernels  # obeys SUPEROFFLOAD_ISA
 from superoffload.distributed.ownership import Holding
 from superoffload.engine.engine import Engine
-from superoffload.engine.recorder import Recorder
+from superoffload.engine.options import Recorder
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import StateError
 from superoffload.host.environment import check_environment

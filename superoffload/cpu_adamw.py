@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from superoffload import _native
 from superoffload.distributed.boxes import Box
 from superoffload.engine.bucket import ELEMENT_TYPES
-from superoffload.engine.noise import Axes, check_axes, noise_stream
+from superoffload.engine.moments import Axes, check_axes, noise_stream
 from superoffload.errors import ArgumentError, WorkerError
 from superoffload.host.processors import worker_cpus
 from superoffload.host.tensors import in_order, memory_order, values_in_memory

@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from superoffload import _native
-from superoffload.engine.bucket import Bucket
-from superoffload.engine.bucket_state import BucketState
-from superoffload.engine.recorder import Recorder
+from superoffload.engine.bucket import Bucket, BucketState
+from superoffload.engine.options import Recorder
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import ArgumentError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from superoffload.engine.engine_options import Pool
+    from superoffload.engine.options import Pool
     from superoffload.links.base import Link, PackTicket
 
 COMPUTE, DOWN, PROCESSORS, UP, VERDICT = "compute", "pack and down", "processors", "up and deliver", "verdict"

@@ -18,7 +18,7 @@ from benchmarks.emulation.training import layer_shard
 from superoffload import _native
 from superoffload.engine.bucket import Bucket, GroupHyper
 from superoffload.engine.engine import Engine
-from superoffload.engine.engine_options import EngineOptions
+from superoffload.engine.options import EngineOptions
 from superoffload.engine.schedule import Schedule
 from superoffload.links.base import PackTicket, wait_until_ended
 from superoffload.links.host import HostLink

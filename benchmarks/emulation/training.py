@@ -17,7 +17,7 @@ from benchmarks.emulation.machine import Machine, Workload
 from benchmarks.emulation.virtual_pool import VirtualPool
 from superoffload.engine.bucket import BLOCK, GroupHyper, Shard
 from superoffload.engine.engine import Engine
-from superoffload.engine.engine_options import EngineOptions
+from superoffload.engine.options import EngineOptions
 from superoffload.engine.schedule import Schedule
 
 _NORM = 4.0  # times the threshold in a step that clips; its reciprocal in others

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TypeAlias
 from weakref import ref
 
@@ -13,10 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.engine.bucket_state import NEXT, BucketState
-from superoffload.engine.journal_width import JournalWidth
+from superoffload.engine.journal import JournalWidth
 from superoffload.engine.master_halves import UpperHalves, join
-from superoffload.engine.resident_work import ResidentWork
 from superoffload.errors import StateError
 
 BLOCK: int = _native.BLOCK
@@ -35,6 +34,34 @@ ELEMENT_TYPES = {
     torch.float32: _native.ElementType.f32,
     torch.bfloat16: _native.ElementType.bf16,
     torch.float16: _native.ElementType.f16,
+}
+
+
+class BucketState(Enum):
+    """Says where a bucket is in its step."""
+
+    FILLING = "filling"
+    READY = "ready"
+    SPECULATED = "speculated"
+    UNDONE = "undone"
+    COMMITTED = "committed"
+    REPLAYED = "replayed"
+    STEPPED = "stepped"
+    PUBLISHED = "published"
+    SETTLED = "settled"
+    SKIPPED = "skipped"
+    ABANDONED = "abandoned"
+
+
+_S = BucketState
+_ENDED = (_S.COMMITTED, _S.REPLAYED, _S.STEPPED, _S.SETTLED, _S.SKIPPED, _S.ABANDONED)
+NEXT = {
+    _S.FILLING: {_S.READY, _S.ABANDONED},
+    _S.READY: {_S.SPECULATED, _S.STEPPED, _S.PUBLISHED, _S.SKIPPED, _S.ABANDONED, _S.FILLING},
+    _S.SPECULATED: {_S.COMMITTED, _S.REPLAYED, _S.SKIPPED, _S.ABANDONED, _S.UNDONE},
+    _S.UNDONE: {_S.FILLING},
+    _S.PUBLISHED: {_S.SETTLED},
+    **{state: {_S.FILLING} for state in _ENDED},
 }
 
 
@@ -100,7 +127,7 @@ class Shard:
         self.master, self.exp_avg, self.exp_avg_sq, self.resident = master, exp_avg, exp_avg_sq, resident
         self.windows = []
 
-    def goes_on(self, before: Shard) -> None:
+    def take_over(self, before: Shard) -> None:
         """Takes the state of ``before``, an earlier record of the same elements."""
         self.use_state(before.master, before.exp_avg, before.exp_avg_sq, resident=before.resident)
         self.upper, self.steps, self.windows = before.upper, before.steps, before.windows
@@ -149,15 +176,11 @@ class Shard:
         if self.resident:  # the kernel that steps them writes the parameter, too
             self.upper.gather(self.master.device)
 
-    def stepped(self) -> None:
-        """Counts one more step."""
-        self.steps += 1
-
     def gradient_stays(self, *, kept: bool, summed: bool) -> None:
         """Says that the gradient stays with the user (``kept``) and that packing sums its bits (``summed``)."""
         self.keeps_gradient, self.sums_gradient = kept, summed
 
-    def has_made(self, steps: int) -> None:
+    def set_steps(self, steps: int) -> None:
         """Sets the number of steps, as a checkpoint has it."""
         self.steps = steps
 
@@ -168,10 +191,6 @@ class Shard:
         if param is None or param.numel() != self.numel or param.dtype != self.published_dtype:
             return 0
         return param.data_ptr() if param.is_contiguous() and param.is_cpu else 0
-
-    def widen(self) -> None:
-        """Has its gradients packed in fp32 from now on."""
-        self.gradient_dtype = torch.float32
 
     def sum_of_squares(self) -> float:
         """Folds the block sums of the gradient that was packed last."""
@@ -201,6 +220,36 @@ class Piece:
     def __post_init__(self) -> None:
         object.__setattr__(self, "sums_address", self.shard.sums_address + 8 * (self.start // BLOCK))
         object.__setattr__(self, "sums", (self.sums_address, -(-self.numel // BLOCK)))
+
+
+class ResidentWork:
+    """Holds the kernels' scalars of every piece of a resident bucket, None where it has no gradient.
+
+    ``noise_streams``: of its pieces.
+    """
+
+    def __init__(self, noise_streams: Sequence[int]) -> None:
+        self._streams = noise_streams
+        self.scalars: list[bytes | None] = [None] * len(noise_streams)
+
+    def freeze(
+        self,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        gradient_factor: float,
+        l2: bool,
+        steps: list[int],
+    ) -> None:
+        """Does what ``BucketWork.freeze`` does; a step number of 0 means that the piece is not stepped."""
+        self.scalars = [
+            _native.freeze_scalars(lr, beta1, beta2, eps, weight_decay, gradient_factor, l2, step, stream)
+            if step
+            else None
+            for step, stream in zip(steps, self._streams, strict=True)
+        ]
 
 
 class Bucket:
@@ -289,14 +338,6 @@ class Bucket:
         self.present[place] = False
         self.missing += 1
 
-    def was_not_passed(self) -> None:
-        """Notes that a gradient came after backward had seemed to pass the bucket."""
-        self.waits_for_all = True
-
-    def is_number(self, number: int) -> None:
-        """Notes its place in the order of backward."""
-        self.number = number
-
     def leave_out(self, shards: Container[int]) -> None:
         """Keeps the pieces of these shards, given by index, from being delivered."""
         self.present = [
@@ -304,15 +345,11 @@ class Bucket:
             for piece, present in zip(self.pieces, self.present, strict=True)
         ]
 
-    def is_packed(self, arrival: _native.Completion, bit_sums: Mapping[Piece, object]) -> None:
+    def mark_packed(self, arrival: _native.Completion, bit_sums: Mapping[Piece, object]) -> None:
         """Notes that the gradient was packed and is in host memory once ``arrival`` is done."""
         self.arrival = self.packed = self.running = arrival
         self.bit_sums = {**self.bit_sums, **bit_sums}
         self.move(BucketState.READY)
-
-    def expects(self, *, more: bool) -> None:
-        """Notes whether more is expected to be added to the gradient that is packed next."""
-        self.final = not more
 
     # ---- work on it -------------------------------------------------------------------------------------------
 
@@ -334,11 +371,7 @@ class Bucket:
         self.move(BucketState.SPECULATED)
         return True
 
-    def rests(self) -> None:
-        """Notes that nothing runs on the bucket."""
-        self.running = self.doing = None
-
-    def is_withdrawn(self) -> None:
+    def mark_withdrawn(self) -> None:
         """Notes that the operation never ran; the gradient may still be on its way."""
         self.running, self.doing = self.arrival, None
 
@@ -401,10 +434,6 @@ class Bucket:
         """Makes the work of a bucket whose state is on the accelerator: none for worker threads."""
         self.work = _native.BucketWork([], 0)
         self.resident_work = ResidentWork([piece.shard.noise_stream for piece in self.pieces])
-
-    def use_work(self, work: _native.BucketWork) -> None:
-        """Has worker threads do this work."""
-        self.work = work
 
 
 def aligned(numel: int) -> int:

@@ -7,25 +7,89 @@ nothing outside the engine's own masters and moments has changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import overload
 
 import torch
 from torch import Tensor
 
-from superoffload.engine.bucket import Bucket, Shard, sums_of_squares
-from superoffload.engine.bucket_state import BucketState
-from superoffload.engine.digests import digests_of
-from superoffload.engine.engine_parts import EngineParts
+from superoffload.engine.bucket import Bucket, BucketState, GroupHyper, Shard, sums_of_squares
+from superoffload.engine.executor import Executor
+from superoffload.engine.inbox import Inbox, Packer
+from superoffload.engine.layout import Layout
+from superoffload.engine.moments import read_exp_avg, read_exp_avg_sq
+from superoffload.engine.options import EngineOptions, Listener, Pool, Recorder
 from superoffload.engine.placement import Placer
+from superoffload.engine.snapshot import Snapshots
+from superoffload.engine.stats import Stats
+from superoffload.engine.stepping import Finisher, Speculator
+from superoffload.engine.tail import Tail
 from superoffload.engine.verdict import SumExchange, Verdict, decide
 from superoffload.errors import DeviceError, StateError
+from superoffload.links.base import Link
 
 
-class Engine(EngineParts):
-    """Coordinates the parts during a step; each part owns its data."""
+class Engine:
+    """Coordinates the parts during a step; each part owns its data.
 
-    _shared = False  # other ranks act on the same verdict in this step
+    ``hyper_of(group)`` returns a group's current hyper-parameters. ``listener`` is told of events, ``recorder`` records
+    the steps, and ``placer`` chooses which state is on the accelerator (None: none).
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        options: EngineOptions,
+        hyper_of: Callable[[int], GroupHyper],
+        *,
+        listener: Listener | None = None,
+        recorder: Recorder | None = None,
+        placer: Placer | None = None,
+    ) -> None:
+        listener, recorder = listener or Listener(), recorder or Recorder()
+        link = recorder.wrap_link(link)
+        self.link = link
+        self.schedule = schedule = options.make_schedule()
+        self.snapshots = Snapshots()
+        self._recorder = recorder
+        self._clock = options.clock
+        self._stats = stats = Stats()
+        pool = recorder.wrap_pool(options.make_pool())
+        self.executor = Executor(link, pool, schedule, hyper_of, options.clock)
+        self.layout = Layout(link, options, schedule, listener, placer, self.snapshots.protect)
+        self.tail = Tail(link, self.layout, self.executor, schedule, listener, recorder)
+        self.inbox = Inbox(link, self.layout)
+        self.packer = Packer(link, self.layout, self.inbox, self.executor, listener)
+        self.speculator = Speculator(link, self.layout, self.inbox, self.executor, schedule, self.snapshots, stats)
+        self.finisher = Finisher(
+            link,
+            self.layout,
+            self.speculator,
+            self.executor,
+            schedule,
+            self.snapshots,
+            stats,
+            two_phase=options.two_phase,
+        )
+        self._incomplete: set[Bucket] = set()  # packed although gradients are missing: backward has passed them
+        self._shared = False  # other ranks act on the same verdict in this step
+        recorder.follow(lambda: self.layout.buckets)
+
+    @property
+    def shards(self) -> list[Shard]:
+        """Returns all shards in registration order."""
+        return self.layout.shards
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Returns all buckets in the order in which backward completes them."""
+        return self.layout.buckets
+
+    @property
+    def pool(self) -> Pool:
+        """Returns the pool of worker threads."""
+        return self.executor.pool
 
     # ---- gradients --------------------------------------------------------------------------------------------
 
@@ -47,7 +111,7 @@ class Engine(EngineParts):
         if any(bucket.state is not BucketState.FILLING for bucket in self.layout.buckets) or self.inbox.has_released:
             return
         for shard in narrow:
-            shard.widen()
+            shard.gradient_dtype = torch.float32
         arrived = self.inbox.put_aside()  # if memory is refused, step() hands them over again
         self.layout.outdate()
         try:
@@ -95,7 +159,7 @@ class Engine(EngineParts):
                 self._incomplete.discard(bucket)
                 self.speculator.undo(bucket)
                 self.speculator.norm.forget(bucket)
-                bucket.was_not_passed()
+                bucket.waits_for_all = True
         self._abandon_what_is_lost()
         self.executor.raise_failure()
 
@@ -121,7 +185,7 @@ class Engine(EngineParts):
             for bucket, _ in places:
                 self._await_earlier_part(bucket)
             self.packer.add(places, ours)
-            self.speculator.is_added_to([bucket for bucket, _ in places])
+            self.speculator.count_anew([bucket for bucket, _ in places])
         if more_to_come:
             self.inbox.expect_more([shard.index])
             return
@@ -133,7 +197,7 @@ class Engine(EngineParts):
     def _pack(self, bucket: Bucket, *, in_backward: bool) -> None:
         self._await_earlier_part(bucket)
         self.packer.pack(bucket)
-        self.speculator.is_packed(bucket, in_backward=in_backward)
+        self.speculator.take_packed(bucket, in_backward=in_backward)
 
     def _await_earlier_part(self, bucket: Bucket) -> None:
         if bucket.arrival is None:
@@ -285,7 +349,7 @@ class Engine(EngineParts):
             self.finisher.finish(bucket, verdict.gradient_factor)
         self.tail.leave(on_host)
         for shard in self.inbox.shards():
-            shard.stepped()
+            shard.steps += 1
         self._stats.add(steps=1, clipped_steps=verdict.clip_coefficient < 1.0)
         self.speculator.count_journals()
         for bucket in on_host if later else ():
@@ -387,11 +451,6 @@ class Engine(EngineParts):
         """Takes the memory back; where this raises, nothing has changed."""
         self.layout.wake()
 
-    def digests(self) -> dict[str, str]:
-        """Returns SHA-256 digests of masters, moments and published parameters, in registration order."""
-        self.quiesce()
-        return digests_of(self.shards)
-
     def close(self) -> None:
         """Undoes speculation and ends the worker threads."""
         try:
@@ -400,3 +459,50 @@ class Engine(EngineParts):
             self._raise_failure()
         finally:
             self.end_threads()
+
+    def end_threads(self) -> None:
+        """Ends the worker threads, then those of the link. Afterwards nothing writes to the user's memory."""
+        self.executor.close()
+        self.link.close()
+
+    def __del__(self) -> None:
+        # Workers must end before the tensors that they write to are freed.
+        if hasattr(self, "executor"):
+            self.end_threads()
+
+    # ---- figures ------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float | int]:
+        """Returns totals since construction (superoffload/engine/stats.py)."""
+        self._stats.set(
+            buckets_speculated=self.speculator.speculated,
+            optimizer_seconds=self.executor.pool.busy_seconds,
+            optimizer_seconds_exposed=self.executor.exposed_seconds,
+            bytes_down=self.link.bytes_down,
+            bytes_up=self.link.bytes_up,
+            bytes_up_early=self.link.bytes_up_early,
+            pinned_bytes=self.link.pinned_bytes,
+            host_bytes=self.layout.host_bytes,
+            journal_reserved_bytes=self.layout.journal_bytes_held,
+            params_on_device=sum(shard.numel for shard in self.shards if shard.resident),
+        )
+        return self._stats.as_dict()
+
+    def digests(self) -> dict[str, str]:
+        """Returns SHA-256 digests of masters, moments and published parameters, over all shards in registration order:
+        equal digests mean equal bits."""
+        self.quiesce()
+        columns: dict[str, Callable[[Shard], Tensor]] = {
+            "master": lambda shard: shard.read_masters(),
+            "exp_avg": read_exp_avg,
+            "exp_avg_sq": read_exp_avg_sq,
+            "published": lambda shard: shard.target(),
+        }
+        result = {}
+        for name, column in columns.items():
+            digest = hashlib.sha256()
+            for shard in self.shards:
+                if shard.numel:  # view() refuses the strides of an empty tensor
+                    digest.update(column(shard).to("cpu").contiguous().view(torch.uint8).numpy().data)
+            result[name] = digest.hexdigest()
+        return result

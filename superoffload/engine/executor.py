@@ -10,7 +10,7 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.engine.bucket import Bucket, GroupHyper
-from superoffload.engine.engine_options import Pool
+from superoffload.engine.options import Pool
 from superoffload.engine.schedule import Schedule
 from superoffload.errors import SuperOffloadError, WorkerError
 from superoffload.links.base import Link, PackTicket
@@ -67,7 +67,7 @@ class Executor:
         """Takes back the operation on ``bucket``; returns False if a worker has begun it."""
         if bucket.running is None or not self.pool.withdraw(bucket.running):
             return False
-        bucket.is_withdrawn()
+        bucket.mark_withdrawn()
         return True
 
     def wait(self, bucket: Bucket) -> bool:
@@ -78,12 +78,12 @@ class Executor:
         try:
             running.wait()
         except RuntimeError as error:
-            bucket.rests()
+            bucket.running = bucket.doing = None
             self.fail(WorkerError(str(error)))
             return False
         if doing is not None and running.began > 0:
             self._schedule.worked(doing, bucket.numel, running.ended - running.began)
-        bucket.rests()
+        bucket.running = bucket.doing = None
         return True
 
     # ---- failures ---------------------------------------------------------------------------------------------

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.engine.bucket import ELEMENT_TYPES, Bucket, Piece, Shard
-from superoffload.engine.bucket_state import BucketState
+from superoffload.engine.bucket import ELEMENT_TYPES, Bucket, BucketState, Piece, Shard
 from superoffload.engine.executor import Executor
 from superoffload.engine.layout import Layout
-from superoffload.engine.listener import Listener
+from superoffload.engine.options import Listener
 from superoffload.errors import DeviceError, StateError
 from superoffload.host.bits import Sums, same_bits
 from superoffload.links.base import Link, wait_until_ended
+
+_NEAR = 4  # buckets: so far apart are, at most, two that backward is in
 
 
 class Inbox:
@@ -76,10 +77,6 @@ class Inbox:
         return [bucket for bucket in found if bucket.missing == 0]
 
     # ---- packed -----------------------------------------------------------------------------------------------
-
-    def is_packed(self, bucket: Bucket) -> None:
-        """Notes that ``bucket`` was packed."""
-        self.numel_packed += bucket.numel
 
     def unpack(self, bucket: Bucket) -> None:
         """Has a packed bucket take gradients again."""
@@ -167,11 +164,10 @@ class Packer:
             arrived[piece.shard.index] if present else None
             for piece, present in zip(bucket.pieces, bucket.present, strict=True)
         ]
-        if bucket.final is not whole:
-            bucket.expects(more=not whole)
+        bucket.final = whole
         ticket = self._executor.pack(bucket, grads)
-        bucket.is_packed(ticket.completion, ticket.bit_sums)
-        self._inbox.is_packed(bucket)
+        bucket.mark_packed(ticket.completion, ticket.bit_sums)
+        self._inbox.numel_packed += bucket.numel
         if self._link.frees_gradients:
             self._release(bucket)
 
@@ -288,3 +284,27 @@ def _await(arrival: _native.Completion) -> None:
 
 def _own(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.detach()
+
+
+class PassedBuckets:
+    """Finds buckets that backward has passed although gradients are missing, as those of experts without a token.
+
+    Such a bucket is packed with the gradients that it has, so that it can be stepped during backward. That is a guess:
+    a gradient that comes later undoes the step, and no result changes. One gradient in a later bucket says little, as
+    the place of a shard without a gradient in the first step is a guess, too. So backward has passed a bucket when it
+    is in two later ones that are near each other.
+    """
+
+    def __init__(self) -> None:
+        self._begun: set[int] = set()
+
+    def begins(self, bucket: Bucket, waiting: Iterable[Bucket]) -> list[Bucket]:
+        """Notes the first gradient of ``bucket`` in this step; returns those of the ``waiting`` that are passed."""
+        number = bucket.number
+        self._begun.add(number)
+        before = next((near for near in range(number - 1, number - _NEAR, -1) if near in self._begun), 0)
+        return [one for one in waiting if one.number < before and not one.waits_for_all]
+
+    def end_step(self) -> None:
+        """Forgets this step."""
+        self._begun.clear()

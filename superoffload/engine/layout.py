@@ -6,18 +6,84 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from superoffload import _native
-from superoffload.engine.bucket import BLOCK, Bucket, Piece, Shard, aligned
-from superoffload.engine.engine_options import EngineOptions
-from superoffload.engine.journal_reservation import reserved_bytes
-from superoffload.engine.listener import Listener
-from superoffload.engine.native_work import native_work, shared_journals
-from superoffload.engine.placement import Placer, move_state
-from superoffload.engine.placement_choice import Measured
+from superoffload.engine.bucket import BLOCK, ELEMENT_TYPES, Bucket, Piece, Shard, aligned
+from superoffload.engine.journal import LARGEST_JOURNAL_MEMORY, kept_bytes, reserved_bytes
+from superoffload.engine.moments import scales_address
+from superoffload.engine.options import EngineOptions, Listener
+from superoffload.engine.placement import Measured, Placer, move_state
 from superoffload.engine.schedule import Schedule
-from superoffload.host.memory import exceeds_caches, is_out_of_memory, room_on_device
+from superoffload.host.memory import exceeds_caches, is_out_of_memory, refused, room_on_device
 from superoffload.links.base import Link
+
+STATE_TYPES = {**ELEMENT_TYPES, torch.uint8: _native.ElementType.q8}
+
+
+def shared_journals(buckets: Sequence[Bucket], reserved: Sequence[int]) -> list[_native.JournalMemory | None]:
+    """Makes the memory in which ``buckets`` have their journals; returns, for each, the one that it shares.
+
+    ``reserved``: bytes that each bucket adds; None is returned for one that adds none.
+    """
+    found: list[_native.JournalMemory | None] = []
+    start = 0
+    while start < len(buckets):
+        end, total = start + 1, reserved[start]
+        while end < len(buckets) and total + reserved[end] <= LARGEST_JOURNAL_MEMORY:
+            total += reserved[end]
+            end += 1
+        try:
+            memory = _native.JournalMemory(total, kept_bytes(total)) if total else None
+        except MemoryError as error:
+            raise refused(total, f"the undo journals (buckets: {end - start})") from error
+        found += [memory if nbytes else None for nbytes in reserved[start:end]]
+        start = end
+    return found
+
+
+def native_work(
+    bucket: Bucket, journal: _native.JournalMemory | None, *, past_cache: bool = False
+) -> _native.BucketWork:
+    """Makes the work of a bucket whose gradient and shadow are allocated (``padded`` elements each).
+
+    ``journal``: the memory of its journal; None: it has none. ``past_cache``: a step over all buckets exceeds the
+    caches (superoffload/host/memory.py).
+    """
+    runs = [_run(bucket, place, piece, past_cache=past_cache) for place, piece in enumerate(bucket.pieces)]
+    return _native.BucketWork(runs, journal)
+
+
+def _run(bucket: Bucket, place: int, piece: Piece, *, past_cache: bool) -> _native.Run:
+    shard = piece.shard
+    return _native.Run(
+        master=shard.master.data_ptr() + shard.master.element_size() * piece.start,
+        exp_avg=shard.exp_avg.data_ptr() + shard.exp_avg.element_size() * piece.start,
+        exp_avg_sq=shard.exp_avg_sq.data_ptr() + shard.exp_avg_sq.element_size() * piece.start,
+        gradient=_address(bucket.gradients, bucket.gradient, place, piece),
+        shadow=_address(bucket.published, bucket.shadow, place, piece),
+        numel=piece.numel,
+        gradient_type=ELEMENT_TYPES[bucket.gradient_dtype],
+        shadow_type=ELEMENT_TYPES[bucket.published_dtype],
+        state_type=STATE_TYPES[shard.exp_avg.dtype],
+        first_index=piece.start,
+        start=shard.offset % 2**32,
+        axes=shard.axes,
+        noise_stream=shard.noise_stream,
+        past_cache=past_cache,
+        split_master=shard.upper is not None,
+        exp_avg_scales=scales_address(shard.exp_avg, shard.numel, piece.start),
+        exp_avg_sq_scales=scales_address(shard.exp_avg_sq, shard.numel, piece.start),
+    )
+
+
+def _address(each: Sequence[Tensor | None] | None, together: Tensor, place: int, piece: Piece) -> int:
+    """Returns where the elements of a piece are: in a tensor of their own (0: they have none), or among the others."""
+    if each is None:
+        return together.data_ptr() + together.element_size() * piece.offset
+    own = each[place]
+    return 0 if own is None else own.data_ptr()
+
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET, _BUCKETS = 1 << 16, 1 << 25, 32
 
@@ -135,7 +201,7 @@ class Layout:
             else:
                 self._link.attach(bucket)
                 if not self._link.in_place:
-                    bucket.use_work(native_work(bucket, journal, past_cache=self._past_cache))
+                    bucket.work = native_work(bucket, journal, past_cache=self._past_cache)
         for bucket in buckets:  # once no memory can be refused any more: a further attempt may use this memory again
             if not bucket.resident:
                 bucket.take_halves()
@@ -147,7 +213,7 @@ class Layout:
                 if len(self.places[piece.shard.index]) == 1:
                     self.only_bucket[piece.shard.index] = bucket
         for number, bucket in enumerate(buckets, len(self.buckets)):
-            bucket.is_number(number)
+            bucket.number = number
         self.buckets.extend(buckets)
         self.journals.update(journal for journal in journals if journal is not None)
         self.numel = sum(bucket.numel for bucket in self.buckets)
@@ -155,7 +221,7 @@ class Layout:
 
     def describe(self, bucket: Bucket) -> None:
         """Describes to the worker threads where the gradients and parameters of ``bucket`` are in this step."""
-        bucket.use_work(native_work(bucket, None, past_cache=self._past_cache))
+        bucket.work = native_work(bucket, None, past_cache=self._past_cache)
 
     def _journal_bytes(self, bucket: Bucket) -> int:
         split = any(piece.shard.upper is not None for piece in bucket.pieces)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,11 +17,45 @@ from torch import Tensor
 
 from superoffload.engine.bucket import Bucket, Shard, aligned
 from superoffload.engine.moments import stored_numel
-from superoffload.engine.placement_choice import STEPS_MEASURED, Measured, choose_fraction
 from superoffload.errors import ArgumentError, KernelsUnavailable
 from superoffload.host.memory import host_empty, host_zeros
 from superoffload.host.numbers import as_float
 from superoffload.links.base import Link
+
+STEPS_MEASURED = 3  # between the step that shows the order and the choice
+SHARE_OF_FREE_MEMORY = 0.5  # at most this share: later batches may need more memory
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Holds the measurements for "auto". Times are seconds per step; ``optimizer`` is one plain pass on the host."""
+
+    backward: float
+    optimizer: float
+    free_bytes: int
+    numel: int
+    bytes_per_param: float  # of state and packed gradient on the device
+    buckets: int
+
+
+def choose_fraction(measured: Measured) -> tuple[float, str]:
+    """Returns the fraction and the reason for it.
+
+    The fraction is so large that the processors finish the other buckets by the end of backward. It is at least one
+    bucket, since nothing hides the step of the last one, and at most what half of the free memory holds.
+    """
+    behind = 1.0 - measured.backward / measured.optimizer if measured.optimizer > 0 else 0.0
+    wanted = max(behind, 1.0 / measured.buckets, 0.0)
+    free = max(0, measured.free_bytes)
+    room = SHARE_OF_FREE_MEMORY * free / (measured.bytes_per_param * measured.numel)
+    fraction = min(wanted, room, 1.0)
+    why = (
+        f"one pass on the processors takes {measured.optimizer:.4g} s and backward {measured.backward:.4g} s, so "
+        f"{wanted:.1%} of the state would best stay on the accelerator; half of its {free / 2**30:.2f} "
+        f"GiB of unused memory holds {min(room, 1.0):.1%}"
+    )
+    return fraction, why
+
 
 AUTO = "auto"
 
@@ -186,7 +221,7 @@ def _zeros(numel: int, dtype: torch.dtype, device: torch.device | None) -> Tenso
 
 def take_state(shard: Shard, before: Shard, device: torch.device | None) -> None:
     """Gives ``shard`` the state of ``before``, another record of the same elements, on ``device`` or in host memory."""
-    shard.goes_on(before)
+    shard.take_over(before)
     if before.resident or device is not None:
         move_state(shard, device)
 

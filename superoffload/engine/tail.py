@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from superoffload import _native
-from superoffload.engine.bucket import Bucket, Shard
-from superoffload.engine.bucket_state import BucketState
+from superoffload.engine.bucket import Bucket, BucketState, Shard
 from superoffload.engine.executor import Executor
 from superoffload.engine.layout import Layout
-from superoffload.engine.listener import Listener
-from superoffload.engine.recorder import Recorder
+from superoffload.engine.options import Listener, Recorder
 from superoffload.engine.schedule import Schedule
 from superoffload.errors import DeviceError, SuperOffloadError, WorkerError
 from superoffload.links.base import Link

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from superoffload.engine.engine import Engine
-from superoffload.engine.recorder import Recorder
+from superoffload.engine.options import Recorder
 from superoffload.engine.stats import total
 from superoffload.errors import SuperOffloadError
 from superoffload.optimizer.accumulating import Accumulation, HostAccumulation

@@ -5,8 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 
-from superoffload.engine.bucket import Bucket, Shard
-from superoffload.engine.bucket_state import BucketState
+from superoffload.engine.bucket import Bucket, BucketState, Shard
 
 STEPS_IN_A_ROW = 2
 

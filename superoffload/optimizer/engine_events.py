@@ -7,7 +7,7 @@ from typing import Protocol
 from weakref import ref
 
 from superoffload.engine.bucket import Bucket, Shard
-from superoffload.engine.listener import Listener
+from superoffload.engine.options import Listener
 from superoffload.errors import SuperOffloadError
 
 

@@ -10,9 +10,8 @@ from torch import Tensor
 from superoffload.distributed.setup import RankSetup, qualified_names, set_up_ranks
 from superoffload.engine.bucket import GroupHyper
 from superoffload.engine.engine import Engine
-from superoffload.engine.engine_options import EngineOptions
+from superoffload.engine.options import EngineOptions, Recorder
 from superoffload.engine.placement import placer_for
-from superoffload.engine.recorder import Recorder
 from superoffload.host.processors import worker_cpus
 from superoffload.links.select import keeps_gradients, link_for, on_device
 from superoffload.optimizer.constructor_arguments import ConstructorArguments

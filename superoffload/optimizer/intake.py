@@ -16,7 +16,7 @@ from superoffload.distributed.fully_shard import await_offload
 from superoffload.distributed.message import NO_INPUTS
 from superoffload.engine.bucket import Bucket
 from superoffload.engine.engine import Engine
-from superoffload.engine.passed import Passed
+from superoffload.engine.inbox import PassedBuckets
 from superoffload.errors import ArgumentError, StateError, SuperOffloadError
 from superoffload.host.memory import room_on_device
 from superoffload.host.tensors import is_dtensor
@@ -70,7 +70,7 @@ class Intake:
         self._waiting: defaultdict[Bucket, dict[TrackedParam, None]] = defaultdict(
             dict
         )  # until all of a bucket are final
-        self._passed = Passed()
+        self._passed = PassedBuckets()
         self._arrivals: dict[TrackedParam, int] = {}  # backward passes that reached each since the last step
         self._expected: dict[TrackedParam, int] = {}  # as many as in the step before; one where none is known
         # Whose hook has ended a backward: with which p.grad, in which thread, and why.

@@ -11,7 +11,7 @@ from torch import Tensor
 from superoffload.distributed.held import Held
 from superoffload.distributed.ownership import Holding
 from superoffload.engine.bucket import Shard
-from superoffload.engine.noise import check_axes, noise_stream
+from superoffload.engine.moments import check_axes, noise_stream
 from superoffload.engine.placement import make_state, take_state
 from superoffload.errors import StateError
 from superoffload.optimizer.arguments import check_finite, check_parameter
@@ -162,7 +162,7 @@ class Params:
             shown = (steps, i) if before is None else (before.steps, before.number)
             found.append(self._track(param, shard, holdings[param], *shown))
             if before is not None:
-                found[-1].goes_on(before)
+                found[-1].take_over(before)
         if found:
             self._engine.layout.add_shards([tracked.shard for tracked in found])
         remember_values(found)
@@ -221,7 +221,7 @@ class Params:
         for tracked in {*(tracked for tracked, _ in edits), *steps}:
             self.reveal(tracked.shard)
         for tracked, step in steps.items():
-            tracked.has_made(step)
+            tracked.set_steps(step)
         self._views.take_back([tracked for tracked, _ in edits], self.reveal)
         for tracked, values in edits:
             tracked.load(values)

@@ -61,7 +61,7 @@ class ShownState(MutableMapping[str, Any]):
         """Returns whether it shows the state of ``param``, whole."""
         return self.tracked.param is param and self._kept is None and self.is_whole
 
-    def goes_on(self, tracked: TrackedParam, reveal: Reveal) -> None:
+    def follow(self, tracked: TrackedParam, reveal: Reveal) -> None:
         """Shows the same state by a later record of the parameter."""
         self.tracked, self._reveal = tracked, reveal
 
@@ -232,7 +232,7 @@ class ShownStates:
         weak: Reveal = weakref.WeakMethod(reveal)
         given = self.mapping.get(tracked.param)
         if isinstance(given, ShownState) and given.is_of(tracked.param):
-            given.goes_on(tracked, weak)
+            given.follow(tracked, weak)
             self._entries[tracked] = given
             return
         entry = self._entries[tracked] = ShownState(tracked, self._work, weak, self._partial)

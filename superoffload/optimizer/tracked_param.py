@@ -171,12 +171,12 @@ class TrackedParam(_Referable):
         follow(self.shard, self.holding.part(self.param))
         self.remember_value()
 
-    def has_made(self, steps: int) -> None:
+    def set_steps(self, steps: int) -> None:
         """Sets the number of steps, which is shown already."""
         self.shown_steps = steps
-        self.shard.has_made(steps)
+        self.shard.set_steps(steps)
 
-    def goes_on(self, before: TrackedParam) -> None:
+    def take_over(self, before: TrackedParam) -> None:
         """Takes over what an earlier record of the same parameter has counted."""
         self.shown_steps, self.has_stepped = self.shard.steps, before.has_stepped
         self.steps.look_again(self.number)
@@ -184,7 +184,7 @@ class TrackedParam(_Referable):
     def load(self, values: ParamState | None) -> None:
         """Loads state from a checkpoint; None: the state before the first step."""
         shard, published = self.shard, self.holding.part(self.param)
-        self.has_made(values.step if values else 0)
+        self.set_steps(values.step if values else 0)
         self.step.fill_(float(shard.steps))
         if values is None:
             shard.exp_avg.zero_()

@@ -14,7 +14,7 @@ from importlib.metadata import distributions
 from typing import Any
 
 from superoffload import __version__, kernels
-from superoffload.engine.journal_reservation import JOURNAL_BYTES_PER_PARAM
+from superoffload.engine.journal import JOURNAL_BYTES_PER_PARAM
 from superoffload.errors import KernelsUnavailable
 from superoffload.host import processors as host
 from superoffload.host.control_groups import cpu_quota, memory_limit, usable_memory

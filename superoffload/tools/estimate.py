@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from superoffload.engine.journal_reservation import JOURNAL_BYTES_PER_PARAM
+from superoffload.engine.journal import JOURNAL_BYTES_PER_PARAM
 from superoffload.errors import ArgumentError
 from superoffload.host.text import shown
 from superoffload.tools.machines import Machine

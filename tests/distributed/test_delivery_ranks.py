@@ -12,8 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import _native
-from superoffload.engine.bucket import Bucket
-from superoffload.engine.bucket_state import BucketState
+from superoffload.engine.bucket import Bucket, BucketState
 from superoffload.engine.schedule import Schedule
 from superoffload.engine.tail import Tail
 from superoffload.optimizer import module_hooks

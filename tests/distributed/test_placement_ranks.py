@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW, checkpoints
-from superoffload.engine.placement import Placer
-from superoffload.engine.placement_choice import Measured
+from superoffload.engine.placement import Measured, Placer
 from superoffload.errors import DeviceError, TornStep
 from tests.support.fsdp2_cases import Case, build, poison
 from tests.support.rank_processes import BF16, error_of, loss_of, net, on_ranks, optimizer_of

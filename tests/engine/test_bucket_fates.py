@@ -10,8 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from superoffload.engine.bucket import GroupHyper
-from superoffload.engine.bucket_state import BucketState
+from superoffload.engine.bucket import BucketState, GroupHyper
 from superoffload.errors import StateError
 from tests.support.engine_rig import COUNTERS, Rig, Settings, rig
 

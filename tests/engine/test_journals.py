@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from superoffload.engine.journal_width import JournalWidth
+from superoffload.engine.journal import JournalWidth
 from superoffload.errors import WorkerError
 from tests.support.engine_rig import Rig, Settings, rig
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from superoffload.engine.bucket import GroupHyper, Shard
-from superoffload.engine.bucket_state import BucketState
+from superoffload.engine.bucket import BucketState, GroupHyper, Shard
 from superoffload.engine.engine import Engine
-from superoffload.engine.engine_options import EngineOptions
+from superoffload.engine.options import EngineOptions
 from superoffload.errors import WorkerError
 from superoffload.integrations.deepspeed.link import PartitionLink
 from superoffload.links.base import Link

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.engine.noise import noise_stream
+from superoffload.engine.moments import noise_stream
 from superoffload.errors import ArgumentError
 
 

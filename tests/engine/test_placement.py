@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import superoffload
 from superoffload import checkpoints
 from superoffload.engine.bucket import Shard
-from superoffload.engine.placement import last_in_backward
-from superoffload.engine.placement_choice import Measured, choose_fraction
+from superoffload.engine.placement import Measured, choose_fraction, last_in_backward
 from superoffload.errors import ArgumentError
 from tests.support.resident_link import accelerator
 

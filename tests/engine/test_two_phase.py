@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from superoffload.engine.bucket_state import BucketState
+from superoffload.engine.bucket import BucketState
 from superoffload.errors import WorkerError
 from superoffload.timeline import record
 from tests.support.engine_rig import Rig, Settings, assert_same_bits, rig, to_numpy

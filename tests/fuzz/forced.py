@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from random import Random
 from unittest import mock
 
-from superoffload.engine.engine_options import EngineOptions
+from superoffload.engine.options import EngineOptions
 from superoffload.engine.schedule import Schedule, Situation
 from superoffload.engine.snapshot import ShardState, Snapshot
 from tests.fuzz.program import Settings

@@ -12,17 +12,15 @@ from unittest import mock
 
 import torch
 
-import superoffload.engine.finisher as finisher_module
+import superoffload.engine.stepping as finisher_module
 import superoffload.host.signals as interrupts
 import superoffload.optimizer.shown_steps as shown_steps_module
 from superoffload import _native
-from superoffload.engine.bucket import Bucket, Shard
-from superoffload.engine.bucket_state import BucketState
+from superoffload.engine.bucket import Bucket, BucketState, Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.executor import Executor
-from superoffload.engine.finisher import Finisher
 from superoffload.engine.snapshot import Snapshot
-from superoffload.engine.speculator import Speculator
+from superoffload.engine.stepping import Finisher, Speculator
 from superoffload.engine.tail import Tail
 from superoffload.optimizer.delivery import OnDemand
 from superoffload.optimizer.edits import Edits
@@ -154,7 +152,7 @@ def _reopens_without_undo(engine: Engine, arrivals: Any) -> None:
     for shard, _ in arrivals:
         for bucket in engine._incomplete.intersection(engine.layout.buckets_of(shard)):
             engine._incomplete.discard(bucket)
-            bucket.was_not_passed()
+            bucket.waits_for_all = True
 
 
 class _ForgetsDevices:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW, CPUAdamW, checkpoints
-from superoffload.engine.noise import noise_stream
+from superoffload.engine.moments import noise_stream
 from superoffload.engine.schedule import Schedule
 from superoffload.errors import ArgumentError
 from tests.support.adamw_training import Mixed, Reordered, check_counters, train

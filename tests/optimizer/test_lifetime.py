@@ -18,8 +18,7 @@ from torch import nn
 
 from superoffload import AdamW
 from superoffload.engine.engine import Engine
-from superoffload.engine.finisher import Finisher
-from superoffload.engine.speculator import Speculator
+from superoffload.engine.stepping import Finisher, Speculator
 from superoffload.errors import StateError
 from tests.support.adamw_training import (
     assert_worker_threads,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.engine.engine import Engine
-from superoffload.engine.passed import Passed
+from superoffload.engine.inbox import PassedBuckets
 from tests.support.over_stand_in import only_over_stand_in
 
 COUNT, NUMEL = 96, 100  # parameters; eight of them make a bucket
@@ -119,7 +119,7 @@ def test_random_steps(dtype: torch.dtype) -> None:
 
 def test_where_backward_is() -> None:
     buckets = [mock.Mock(number=number, waits_for_all=False) for number in range(12)]
-    passed = Passed()
+    passed = PassedBuckets()
     assert passed.begins(buckets[0], buckets[:1]) == []
     assert passed.begins(buckets[11], [buckets[0], buckets[11]]) == [], "one gradient, far away, says nothing"
     assert passed.begins(buckets[1], [buckets[0], buckets[11], buckets[1]]) == [], "it is just in the next one"

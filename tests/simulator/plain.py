@@ -9,9 +9,9 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.engine.bucket import ELEMENT_TYPES, GroupHyper, Shard
+from superoffload.engine.layout import STATE_TYPES
 from superoffload.engine.master_halves import join
 from superoffload.engine.moments import scales_address, stored_numel
-from superoffload.engine.native_work import STATE_TYPES
 from superoffload.engine.verdict import Verdict, decide
 
 STATE = ("master", "exp_avg", "exp_avg_sq")

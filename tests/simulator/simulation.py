@@ -24,8 +24,8 @@ from benchmarks.emulation.link import VirtualLink
 from benchmarks.emulation.virtual_pool import VirtualPool
 from superoffload.engine.bucket import GroupHyper, Shard
 from superoffload.engine.engine import Engine
-from superoffload.engine.engine_options import EngineOptions
 from superoffload.engine.master_halves import UpperHalves
+from superoffload.engine.options import EngineOptions
 from superoffload.engine.schedule import Schedule, Situation
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import WorkerError

@@ -14,12 +14,11 @@ import pytest
 from benchmarks.emulation.clock import when_done
 from benchmarks.emulation.link import VirtualLink
 from superoffload import _native
-from superoffload.engine.bucket_state import BucketState
+from superoffload.engine.bucket import BucketState
 from superoffload.engine.executor import Executor
-from superoffload.engine.finisher import Finisher
 from superoffload.engine.inbox import Packer
 from superoffload.engine.snapshot import Snapshots
-from superoffload.engine.speculator import Speculator
+from superoffload.engine.stepping import Finisher, Speculator
 from superoffload.engine.tail import Tail
 from tests.simulator.schedules import simulate
 from tests.simulator.simulation import BrokenPromiseError
@@ -92,7 +91,7 @@ def withdraws_too_much(speculator: Speculator) -> None:
     """Takes for waiting what has begun."""
     for bucket in speculator._layout.buckets:
         if bucket.state is BucketState.SPECULATED:
-            bucket.is_withdrawn()
+            bucket.mark_withdrawn()
             speculator._mark_undone(bucket)
 
 

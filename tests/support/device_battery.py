@@ -19,9 +19,8 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.engine.bucket import Bucket, Shard
-from superoffload.engine.layout import lay_out
+from superoffload.engine.layout import lay_out, native_work
 from superoffload.engine.master_halves import UpperHalves
-from superoffload.engine.native_work import native_work
 from superoffload.links.host import HostLink
 from tests.support import kernel_inputs as cases
 from tests.support.checkout import ROOT
@@ -309,7 +308,7 @@ def _buckets(place: Place, shards: Sequence[Shard]) -> Iterator[tuple[Any, list[
             else:
                 link.attach(bucket)
                 bucket.take_halves()
-                bucket.use_work(native_work(bucket, None))
+                bucket.work = native_work(bucket, None)
             bucket.present = [True] * len(bucket.pieces)
         yield link, buckets
     finally:

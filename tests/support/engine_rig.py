@@ -17,10 +17,9 @@ from benchmarks.emulation.fixed_schedule import FixedSchedule
 from superoffload import _native
 from superoffload.engine.bucket import GroupHyper, Shard
 from superoffload.engine.engine import Engine
-from superoffload.engine.engine_options import EngineOptions
-from superoffload.engine.journal_width import JournalWidth
+from superoffload.engine.journal import JournalWidth
 from superoffload.engine.master_halves import UpperHalves
-from superoffload.engine.recorder import Recorder
+from superoffload.engine.options import EngineOptions, Recorder
 from superoffload.engine.schedule import Schedule
 from superoffload.engine.verdict import Verdict
 from superoffload.links.host import HostLink

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from superoffload.engine.bucket import GroupHyper, Shard
 from superoffload.engine.engine import Engine
-from superoffload.engine.engine_options import EngineOptions
+from superoffload.engine.options import EngineOptions
 from superoffload.engine.placement import Residency
 from superoffload.engine.verdict import Verdict
 from superoffload.integrations.deepspeed.link import PartitionLink
@@ -170,7 +170,7 @@ class PartitionDriver:
         """Sets the number of steps of each sub-group, which is how checkpoints count."""
         self.steps = list(steps)
         for partition in self.partitions.values():
-            partition.shard.has_made(self.steps[partition.sub_group])
+            partition.shard.set_steps(self.steps[partition.sub_group])
 
     # ---- readers and writers --------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from superoffload.engine.noise import noise_stream
+from superoffload.engine.moments import noise_stream
 from superoffload.errors import ArgumentError
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import FORMS, SCENARIOS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from superoffload.engine.bucket import GroupHyper, Shard
-from superoffload.engine.engine_options import EngineOptions
+from superoffload.engine.options import EngineOptions
 from superoffload.engine.verdict import decide
 from superoffload.errors import DeviceError
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.workload import Workload
 from superoffload import AdamW, _native
-from superoffload.engine.bucket import Bucket
-from superoffload.engine.bucket_state import BucketState
+from superoffload.engine.bucket import Bucket, BucketState
 from superoffload.links.cuda.blocks import early_buckets
 from superoffload.links.cuda.link import CudaLink
 from superoffload.metrics import Monitor

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from superoffload.engine.engine_options import EngineOptions
+from superoffload.engine.options import EngineOptions
 from superoffload.errors import StateError
 from superoffload.integrations.deepspeed import residency
 from superoffload.integrations.deepspeed.config import Options

@@ -10,7 +10,7 @@ from deepspeed import comm as dist
 from torch import Tensor
 
 from superoffload.engine.bucket import Shard
-from superoffload.engine.noise import noise_stream
+from superoffload.engine.moments import noise_stream
 from superoffload.errors import ArgumentError
 from superoffload.integrations.deepspeed import residency
 from superoffload.integrations.deepspeed.config import OPTIONS_KEY, Options

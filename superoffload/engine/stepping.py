@@ -1,20 +1,24 @@
-"""Buckets are stepped here before the verdict is known, and undone where that was wrong."""
+"""Buckets are stepped: before the verdict, and undone where that was wrong; and after it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
+
+import numpy as np
 
 from superoffload import _native
-from superoffload.engine.bucket import Bucket
-from superoffload.engine.bucket_state import BucketState
+from superoffload.engine.bucket import Bucket, BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.inbox import Inbox
 from superoffload.engine.layout import Layout
-from superoffload.engine.schedule import Schedule
+from superoffload.engine.schedule import Schedule, Situation
 from superoffload.engine.snapshot import Snapshots
 from superoffload.engine.stats import Stats
+from superoffload.errors import DeviceError, TornStep
 from superoffload.links.base import Link
+
+Operation = _native.Operation
 
 
 class Speculator:
@@ -55,13 +59,13 @@ class Speculator:
             # The formula of verdict.decide(), solved for the norm: change both.
             self._proves_clip = norm * norm * (1 + 1e-6)  # norm ** 2 would raise OverflowError instead of giving inf
 
-    def is_packed(self, bucket: Bucket, *, in_backward: bool) -> None:
+    def take_packed(self, bucket: Bucket, *, in_backward: bool) -> None:
         """``bucket`` was packed: its squares count, and in backward it may be speculated."""
         self.norm.expect(bucket)
         if in_backward:
             self.consider(bucket)
 
-    def is_added_to(self, buckets: Iterable[Bucket]) -> None:
+    def count_anew(self, buckets: Iterable[Bucket]) -> None:
         """What is packed of these has changed: their squares count anew."""
         for bucket in buckets:
             self.norm.forget(bucket)
@@ -135,7 +139,7 @@ class Speculator:
             return
         self.end(bucket)
         if bucket.state is BucketState.SPECULATED:
-            self._executor.submit(bucket, _native.Operation.undo)
+            self._executor.submit(bucket, Operation.undo)
             self._executor.wait(bucket)
             self._mark_undone(bucket)
 
@@ -146,7 +150,7 @@ class Speculator:
             if bucket.state is BucketState.SPECULATED:
                 self.end(bucket)
             if bucket.state is BucketState.SPECULATED:
-                self._executor.submit(bucket, _native.Operation.undo)
+                self._executor.submit(bucket, Operation.undo)
                 undone.append(bucket)
         for bucket in undone:
             self._link.unstage(bucket)
@@ -219,3 +223,102 @@ class PartialNorm:
 def _squares_of(bucket: Bucket) -> float:
     here = zip(bucket.pieces, bucket.present, strict=True)
     return sum(_native.fold_sums([piece.sums for piece, present in here if present]))
+
+
+class Finisher:
+    """Gives buckets their fate, with the factor that multiplies every gradient element."""
+
+    def __init__(
+        self,
+        link: Link,
+        layout: Layout,
+        speculator: Speculator,
+        executor: Executor,
+        schedule: Schedule,
+        snapshots: Snapshots,
+        stats: Stats,
+        *,
+        two_phase: bool,
+    ) -> None:
+        self._link = link
+        self._layout = layout
+        self._speculator = speculator
+        self._executor = executor
+        self._schedule = schedule
+        self._snapshots = snapshots
+        self._stats = stats
+        self._may_settle_later = two_phase
+        self._in_two_phases: set[Bucket] = set()  # chosen for this step
+
+    def choose_two_phases(self, moving: Sequence[Bucket], *, on_demand: bool) -> None:
+        """Chooses the buckets to publish now and settle later: the first in forward order that were not speculated."""
+        self._in_two_phases.clear()
+        numel = sum(bucket.numel for bucket in moving)
+        ready = [b for b in moving if b.state is BucketState.READY and b.work.publishes and b.held is None]
+        waiting = sum(bucket.numel for bucket in ready)
+        if not (self._may_settle_later and self._layout.observed and numel):
+            return
+        self._schedule.speculated(1.0 - waiting / numel)
+        situation = Situation(numel, waiting, len(moving), apart=self._link.asynchronous, on_demand=on_demand)
+        left = self._schedule.share_to_publish(situation) * waiting
+        for bucket in ready:
+            if left < bucket.numel / 2:
+                break
+            left -= bucket.numel
+            self._in_two_phases.add(bucket)
+
+    def finish(self, bucket: Bucket, factor: float) -> None:
+        """Commits a bucket that was speculated with ``factor``; hands any other to the worker threads."""
+        if bucket.state is BucketState.SPECULATED and bucket.frozen != self._executor.hyper(bucket.group):
+            self._speculator.undo(bucket)  # lr, betas, eps or weight_decay changed after speculation
+        if bucket.state is BucketState.SPECULATED and _same_bits(bucket.factor, factor):
+            bucket.work.release_journal()
+            bucket.move(BucketState.COMMITTED)
+            self._stats.add(buckets_committed=1)
+        elif bucket.state is BucketState.SPECULATED:
+            self._link.unstage(bucket)  # the replay writes the shadow that it was copied from
+            self._run(bucket, factor, Operation.replay, BucketState.REPLAYED)
+            self._stats.add(buckets_replayed=1)
+        elif bucket in self._in_two_phases and bucket.work.take_halves():
+            self._snapshots.protect(piece.shard for piece in bucket.pieces)
+            self._run(bucket, factor, Operation.publish, BucketState.PUBLISHED)
+            self._stats.add(buckets_two_phase=1)
+        else:
+            self._snapshots.protect(piece.shard for piece in bucket.pieces)
+            self._run(bucket, factor, Operation.step, BucketState.STEPPED)
+            self._stats.add(buckets_stepped=1)
+
+    def _run(self, bucket: Bucket, factor: float, operation: Operation, state: BucketState) -> None:
+        if self._link.in_place:
+            self._layout.describe(bucket)
+        self._executor.freeze(bucket, factor)
+        self._executor.submit(bucket, operation)
+        bucket.move(state)
+
+    def step_resident(self, buckets: Sequence[Bucket], factor: float, *, shared: bool) -> None:
+        """Steps buckets whose state is on the accelerator, before all others.
+
+        Raises DeviceError if the device refuses the first bucket: nothing has changed. Raises TornStep if only some of
+        the buckets were stepped, or where other ranks act on the same verdict (``shared``).
+        """
+        for number, bucket in enumerate(buckets):
+            assert self._layout.placer is not None
+            self._snapshots.protect(piece.shard for piece in bucket.pieces)
+            self._executor.freeze(bucket, factor)
+            try:
+                self._layout.placer.residency.step(bucket)
+            except DeviceError as error:
+                if number or shared:
+                    raise TornStep(
+                        f"{error}; some parameters are of this step and some of the one before: make a new optimizer "
+                        "and load the last checkpoint"
+                    ) from error
+                raise
+            bucket.move(BucketState.STEPPED)
+            self._stats.add(buckets_stepped=1)
+
+
+def _same_bits(factor: float, other: float) -> bool:
+    """Returns whether both factors have the same bits in fp32, as the kernels round them; 0 and -0 differ."""
+    with np.errstate(over="ignore", under="ignore"):
+        return bool(np.float32(factor).tobytes() == np.float32(other).tobytes())
