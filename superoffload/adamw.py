@@ -21,11 +21,12 @@ from superoffload.engine.options import Recorder
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import StateError
 from superoffload.host.environment import check_environment
+from superoffload.host.tensors import outside_inference, untraced
 from superoffload.optimizer.accelerate_window import is_placing_state
 from superoffload.optimizer.accumulating import Accumulating
 from superoffload.optimizer.adamw_parts import Lasting, assemble
-from superoffload.optimizer.check_reads import CheckReads
-from superoffload.optimizer.constructor_arguments import check_given, params_of
+from superoffload.optimizer.arguments import check_given, params_of, refuse_unknown
+from superoffload.optimizer.delivery import CheckReads
 from superoffload.optimizer.gradient_source import clear_main_grad
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.lifetime import Lifetime
@@ -33,8 +34,6 @@ from superoffload.optimizer.other_ranks import Ranks
 from superoffload.optimizer.state import agreed
 from superoffload.optimizer.state_dict import ReadState, StateDict
 from superoffload.optimizer.tracked_param import TrackedParam
-from superoffload.optimizer.unknown_arguments import refuse_unknown
-from superoffload.optimizer.untraced import outside_inference, untraced
 from superoffload.optimizer.verdict_terms import LossScale, VerdictTerms
 from superoffload.timeline import Timeline, record
 
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
     from superoffload.distributed.session import RankSession
     from superoffload.engine.snapshot import Snapshot
-    from superoffload.optimizer.unknown_arguments import TorchDefaults
+    from superoffload.optimizer.arguments import TorchDefaults
 
 __all__ = ["AdamW", "kernels"]
 

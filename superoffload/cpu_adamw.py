@@ -6,8 +6,11 @@ It has no hooks, no speculation and no clipping. It replaces ``torch.optim.AdamW
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ from superoffload.engine.bucket import ELEMENT_TYPES
 from superoffload.engine.moments import Axes, check_axes, noise_stream
 from superoffload.errors import ArgumentError, WorkerError
 from superoffload.host.processors import worker_cpus
-from superoffload.host.tensors import in_order, memory_order, values_in_memory
+from superoffload.host.tensors import in_order, memory_order, outside_inference, values_in_memory
 from superoffload.optimizer.arguments import (
     as_groups,
     check_gradient,
@@ -29,20 +32,48 @@ from superoffload.optimizer.arguments import (
     check_parameter,
     check_seed,
     check_state_dtype,
+    refuse_other_steps,
+    refuse_unknown,
 )
 from superoffload.optimizer.gradient_source import check_no_main_grad
 from superoffload.optimizer.groups import named_in_group
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.masters import following
-from superoffload.optimizer.shared_threads import shared_pool
 from superoffload.optimizer.state_dict import ParamState, StateDict, blocks_of, read_state, write_state
-from superoffload.optimizer.unknown_arguments import refuse_other_steps, refuse_unknown
-from superoffload.optimizer.untraced import outside_inference
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from superoffload.optimizer.unknown_arguments import TorchDefaults
+    from superoffload.optimizer.arguments import TorchDefaults
+
+_lock = threading.Lock()
+_pools: WeakValueDictionary[tuple[int, ...], _native.WorkerPool] = WeakValueDictionary()
+
+
+def shared_pool(cpus: list[int]) -> _native.WorkerPool:
+    """Returns the worker pool of this process with one thread per entry of ``cpus``, as ``WorkerPool`` reads them.
+
+    Its threads end with the last reference to it, so its ``close()`` is not for the optimizers that share it. Raises
+    SuperOffloadError if the system starts no more threads.
+    """
+    key = tuple(cpus)
+    with _lock:
+        pool = _pools.get(key)
+        if pool is None:
+            pool = _native.WorkerPool(cpus)
+            _pools[key] = pool
+        return pool
+
+
+def _forget_in_child() -> None:
+    """Leaves the pools to the parent, whose threads they are; another thread may have held the lock at fork()."""
+    global _lock, _pools
+    _lock = threading.Lock()
+    _pools = WeakValueDictionary()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 _ONE_CHUNK = 1 << 16  # elements that a thread takes at a time (csrc/runtime/bucket_work.h)

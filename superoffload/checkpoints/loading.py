@@ -34,9 +34,9 @@ from superoffload.errors import ArgumentError
 from superoffload.host.signals import held_signals
 from superoffload.host.tensors import local_of
 from superoffload.host.text import shortened, shown
+from superoffload.optimizer.arguments import is_on
 from superoffload.optimizer.state import loaded_in_part
 from superoffload.optimizer.state_dict import Values, blocks_of, check_saved_group
-from superoffload.optimizer.unknown_arguments import is_on
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:

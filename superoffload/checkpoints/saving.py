@@ -37,7 +37,7 @@ from superoffload.engine.snapshot import Snapshot
 from superoffload.errors import ArgumentError, DiskError, StateError
 from superoffload.host.signals import held_signals
 from superoffload.host.tensors import is_dtensor
-from superoffload.optimizer.unknown_arguments import is_on
+from superoffload.optimizer.arguments import is_on
 
 LOGGER = logging.getLogger("superoffload")
 _ends: WeakKeyDictionary[Optimizer, threading.Event] = WeakKeyDictionary()  # end of each optimizer's last save

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,3 +63,18 @@ def values_in_memory(tensor: Tensor) -> Tensor:
     negative bit (``x.conj().imag``) memory has the opposite signs, and some of torch's zeros have no memory."""
     plain = tensor.contiguous().resolve_neg()
     return plain if plain.data_ptr() else plain.clone()
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def outside_inference(function: _Function) -> _Function:
+    """Leaves a caller's ``torch.inference_mode()``, in which state would be made that nothing may change later."""
+    result: _Function = torch.inference_mode(mode=False)(function)
+    return result
+
+
+def untraced(function: _Function) -> _Function:
+    """Keeps torch.compile from tracing ``function``, as torch does for its own optimizers."""
+    result: _Function = getattr(torch, "_disable_dynamo", lambda same: same)(function)
+    return result

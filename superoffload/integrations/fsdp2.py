@@ -7,7 +7,7 @@ from torch import nn
 
 from superoffload.distributed.kept_reductions import KeptGroup, all_groups
 from superoffload.errors import ArgumentError
-from superoffload.optimizer.grad_dtypes import GradDtypes
+from superoffload.optimizer.fp32_accumulation import GradDtypes
 
 
 def keep_reduced_gradients(model: nn.Module) -> None:

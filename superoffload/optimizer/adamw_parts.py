@@ -15,9 +15,7 @@ from superoffload.engine.stats import total
 from superoffload.errors import SuperOffloadError
 from superoffload.optimizer.accumulating import Accumulation, HostAccumulation
 from superoffload.optimizer.advice import Advice
-from superoffload.optimizer.arguments import as_groups, check_groups, named_in
-from superoffload.optimizer.bit_compare_interval import BitCompareInterval
-from superoffload.optimizer.constructor_arguments import ConstructorArguments
+from superoffload.optimizer.arguments import ConstructorArguments, as_groups, check_groups, named_in
 from superoffload.optimizer.delivery import Delivery, Eager, OnDemand
 from superoffload.optimizer.edits import Edits
 from superoffload.optimizer.engine_setup import set_up_engine
@@ -26,16 +24,13 @@ from superoffload.optimizer.freed_gradients import FreedGradients
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.lifetime import Lifetime
-from superoffload.optimizer.master_updates import MasterUpdates
-from superoffload.optimizer.other_ranks import Ranks, other_ranks
+from superoffload.optimizer.master_updates import BitCompareInterval, MasterUpdates
+from superoffload.optimizer.other_ranks import Ranks, Reductions, other_ranks
 from superoffload.optimizer.params import Params
-from superoffload.optimizer.reductions import Reductions
-from superoffload.optimizer.rest import Rest
 from superoffload.optimizer.shown_state import ShownStates
-from superoffload.optimizer.state import State
+from superoffload.optimizer.state import Sleep, State
 from superoffload.optimizer.step import Step
-from superoffload.optimizer.tracked_gradient import end_all
-from superoffload.optimizer.tracked_param import TrackedParam
+from superoffload.optimizer.tracked_param import TrackedParam, end_all
 from superoffload.optimizer.verdict_terms import VerdictTerms
 
 _NO_STATE: Mapping[Tensor, TrackedParam] = MappingProxyType({})
@@ -109,7 +104,7 @@ class Parts:
     delivery: Delivery
     step: Step
     state: State
-    rest: Rest
+    rest: Sleep
 
     def adopt(self, lasting: Lasting, group: int) -> None:
         """Adopts the parameters of a group that train."""
@@ -228,5 +223,5 @@ def assemble(lasting: Lasting, params: Sequence[Tensor], kept: Mapping[Tensor, T
         fp32_sums=given.fp32_sums,
     )
     state = State(lifetime, engine, groups, owned, ranks, intake, step, master_updates)
-    rest = Rest(lifetime, engine, owned, state)
+    rest = Sleep(lifetime, engine, owned, state)
     return Parts(engine, owned, advice, ranks, intake, delivery, step, state, rest)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import ItemsView, Iterable, KeysView, Mapping, Sequence, Set
-from typing import Any
+import weakref
+from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, Sequence, Set
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +16,12 @@ from torch.nn.parameter import is_lazy
 
 from superoffload.distributed.ownership import REPLICATED
 from superoffload.engine.bucket import ELEMENT_TYPES
-from superoffload.errors import ArgumentError, WrongType
+from superoffload.engine.placement import Asked, check_placement
+from superoffload.errors import ArgumentError, UnknownArgument, WrongType
 from superoffload.host.bits import all_finite
-from superoffload.host.numbers import as_float, check_number
+from superoffload.host.numbers import as_float, check_number, check_threads, check_whole_number
 from superoffload.host.tensors import is_dense, is_dtensor, local_of
-from superoffload.optimizer.shared_memory import check_apart
-from superoffload.optimizer.unknown_arguments import refuse_in_group, refuse_other_steps
+from superoffload.optimizer.fp32_accumulation import check_fp32_sums
 
 
 def check_max_grad_norm(value: Any) -> float | None:
@@ -339,3 +343,219 @@ def check_seed(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
         raise ArgumentError(f"seed={value!r}: expected a whole number from 0 to {2**32 - 1}")
     return value
+
+
+# ---- keyword arguments that do not exist, and settings of other optimizers ------------------------------------------
+
+
+class TorchDefaults(TypedDict, total=False):
+    """Lists arguments of ``torch.optim.AdamW`` that change nothing here, with the values that are accepted."""
+
+    amsgrad: Literal[False]
+    capturable: Literal[False]
+    differentiable: Literal[False]
+    foreach: bool | None
+    fused: bool | None
+
+
+_TORCHS = {
+    "capturable": "for CUDA graphs, which cannot hold a step in host memory",
+    "differentiable": "no gradients flow through this optimizer's step",
+    "amsgrad": "another algorithm, which is not offered",
+}
+_ADAMWS = {
+    "accumulate_dtype": "this one reads p.grad as it is: set p.grad_dtype = torch.float32 on the parameters",
+    "master_dtype": "masters are fp32 here",
+}
+_LOOPS = ("foreach", "fused")  # how torch loops over parameters; our loop is native, whatever is asked for
+OF_TORCH = (*_TORCHS, "decoupled_weight_decay")  # keys of a group with which torch steps it otherwise
+
+
+def refuse_unknown(optimizer: type, given: Mapping[str, Any]) -> None:
+    """Refuses keyword arguments that the constructor of ``optimizer`` does not have, unless they only name a default
+    of torch's optimizers."""
+    unknown = {name: value for name, value in given.items() if not _changes_nothing(name, value)}
+    if not unknown:
+        return
+    parameters = inspect.signature(optimizer).parameters.values()
+    accepted = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+    advice = [f"{name}={_shown(value)}: no such argument; {_advice(name, accepted)}" for name, value in unknown.items()]
+    raise UnknownArgument(" ".join([*advice, f"{optimizer.__name__} accepts {', '.join(accepted)}"]))
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    if name in _LOOPS:
+        return value is None or isinstance(value, bool)
+    return name in _TORCHS and value is False
+
+
+# Names that other optimizers have for our settings.
+_OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay", "beta1": "betas", "beta2": "betas"}
+
+
+def refuse_in_group(where: str, group: Mapping[str, Any]) -> None:
+    """Refuses settings in a param group that would have no effect. Users may keep other keys in their groups."""
+    for name, value in group.items():
+        if name in _OTHER_NAMES:
+            raise UnknownArgument(
+                f"{where}: {name}={_shown(value)} would not be read; did you mean {_OTHER_NAMES[name]}?"
+            )
+        if _is_clipping(name.lower()):
+            raise UnknownArgument(
+                f"{where}: {name}={_shown(value)} would not be read: the norm is that of all groups together; leave it "
+                "out and pass max_grad_norm to superoffload.AdamW"
+            )
+
+
+def refuse_other_steps(where: str, group: Mapping[str, Any], *, l2: bool = False) -> None:
+    """Refuses keys that torch obeys and we do not, in a param group that is made, loaded or changed later.
+
+    ``l2``: the optimizer is Adam with an L2 penalty instead of AdamW.
+    """
+    for name, why in _TORCHS.items():
+        if is_on(group.get(name)):
+            raise UnknownArgument(
+                f"{where}: {name}={_shown(group[name])}: torch.optim.AdamW has it ({why}): leave it out, or set "
+                f"{name}=False"
+            )
+    maximize = group.get("maximize", False)
+    if maximize is not None and not isinstance(maximize, bool):
+        raise ArgumentError(f"{where}: maximize={_shown(maximize)}: expected True or False")
+    theirs = not is_on(group.get("decoupled_weight_decay", not l2))
+    if theirs is not l2 and as_float(group["weight_decay"]) != 0.0:
+        kinds = {True: "Adam with an L2 penalty", False: "AdamW"}
+        raise ArgumentError(
+            f"{where}: decoupled_weight_decay={not theirs}, so it is of {kinds[theirs]}, and this optimizer is "
+            f"{kinds[l2]}; superoffload.CPUAdamW has both (l2=)"
+        )
+
+
+def is_on(flag: Any) -> bool:
+    """Returns whether a flag is set. It may be a tensor, and one of many elements has no truth value in Python."""
+    return flag is not None and as_float(int(flag) if isinstance(flag, bool) else flag) != 0.0
+
+
+def _is_clipping(words: str) -> bool:
+    return "clip" in words or ("norm" in words and ("max" in words or "grad" in words))
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else f"<{type(value).__name__}>"
+
+
+def _advice(name: str, accepted: list[str]) -> str:
+    if name in _LOOPS:
+        return "it chooses torch's loop over parameters, and changes nothing here: expected True, False or None."
+    if name in _TORCHS:
+        return f"torch.optim.AdamW has it ({_TORCHS[name]}): leave it out, or pass {name}=False."
+    if name in _ADAMWS:
+        return f"superoffload.AdamW has it; {_ADAMWS[name]}."
+    words = name.lower()
+    if _is_clipping(words):
+        if "max_grad_norm" in accepted:
+            return "did you mean max_grad_norm, the threshold of the global gradient norm?"
+        return "this one does not clip: call torch.nn.utils.clip_grad_norm_, or use superoffload.AdamW(max_grad_norm=)."
+    alike = [_OTHER_NAMES[words]] if words in _OTHER_NAMES else get_close_matches(words, accepted, n=1)
+    if words in ("grad_dtype", "gradient_dtype"):  # of which the nearest spelling is another argument
+        alike = ["accumulate_dtype"]
+    return f"did you mean {alike[0]}?" if alike else "nothing here has a similar name."
+
+
+# ---- parameters that share memory -----------------------------------------------------------------------------------
+
+
+def check_apart(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises ArgumentError if two parameters that train, of one device, have elements in the same memory.
+
+    Parameters that are different parts of one flat tensor are apart. A parameter fills a run of memory, so that its
+    first byte and its size tell.
+    """
+    end, last = 0, ""
+    for begin, nbytes, name in sorted(_run(name, local_of(param)) for name, param in named if param.requires_grad):
+        if nbytes and begin < end:
+            raise ArgumentError(
+                f"{name}: shares memory with {last}, and each would be stepped by itself and overwrite the other. To "
+                "tie parameters, use one of them in both places (head.weight = embedding.weight, not .data); else "
+                "give one of them memory of its own (.clone())"
+            )
+        end, last = max(end, begin + nbytes), name
+
+
+def _run(name: str, local: Tensor) -> tuple[int, int, str]:
+    return local.data_ptr(), local.numel() * local.element_size(), name
+
+
+# ---- all arguments of the constructor, before anything is made or changed -------------------------------------------
+
+
+@dataclass(frozen=True)
+class ConstructorArguments:
+    """Keeps the arguments that an optimizer needs again when it starts anew on other parameters."""
+
+    speculation: str
+    on_demand: bool
+    bucket_numel: int | None
+    threads: int | None
+    replicated: str
+    check: tuple[bool, int]
+    process_group: Any
+    rank_timeout: float | None
+    model: Callable[[], nn.Module | None]  # returns None once the model is freed
+    keep_grads: bool | None
+    placement: Asked
+    fp32_sums: bool
+    state_dtype: torch.dtype
+    split_masters: bool
+    seed: int
+
+
+def check_given(
+    params: Any, defaults: dict[str, Any], given: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], ConstructorArguments]:
+    """Checks all arguments, ``given`` by name; returns the param groups and the other arguments."""
+    placement = check_placement(given["placement"])
+    check_keep_grads(given["keep_grads"])
+    check_whole_number("bucket_numel", given["bucket_numel"])
+    check_process_group(given["process_group"])
+    check = check_rank_check(given["rank_check"])
+    replicated = check_replicated(given["replicated"])
+    delivery, module = given["delivery"], given["module"]
+    check_delivery(delivery, module, given["model"], replicated)
+    model: nn.Module | None = module if module is not None else given["model"]
+    check_threads("threads", given["threads"])
+    groups = as_groups(params)
+    if not any(group["params"] for group in groups):  # one empty group among others is common: nothing to decay
+        raise ArgumentError("params: only empty param groups; expected parameters to train")
+    check_groups(groups, defaults)
+    if model is not None:
+        check_model = check_in_module if delivery == "on_demand" else check_is_of
+        check_model(model, [param for group in groups for param in group["params"]])
+    fp32_sums = check_accumulate_dtype(given["accumulate_dtype"])
+    if fp32_sums:
+        check_fp32_sums(named_in(groups), model)
+    return groups, ConstructorArguments(
+        speculation=given["speculation"],
+        on_demand=delivery == "on_demand",
+        bucket_numel=given["bucket_numel"],
+        threads=given["threads"],
+        replicated=replicated,
+        check=check,
+        process_group=given["process_group"],
+        rank_timeout=given["rank_timeout"],
+        model=weakref.ref(model) if model is not None else _no_model,
+        keep_grads=given["keep_grads"],
+        placement=placement,
+        fp32_sums=fp32_sums,
+        state_dtype=check_state_dtype(given["state_dtype"]),
+        split_masters=check_master_dtype(given["master_dtype"], named_in(groups)),
+        seed=check_seed(given["seed"]),
+    )
+
+
+def params_of(groups: list[dict[str, Any]]) -> list[Tensor]:
+    """Returns the parameters of groups from ``as_groups``, without names."""
+    return [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
+
+
+def _no_model() -> None:
+    """Returns None where no model was given."""

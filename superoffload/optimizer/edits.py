@@ -11,14 +11,12 @@ from superoffload.errors import DeviceError
 from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.accumulating import Accumulation
 from superoffload.optimizer.advice import Advice, EditAdvice
-from superoffload.optimizer.bit_compare_interval import BitCompareInterval
-from superoffload.optimizer.bulk_checks import unedited, unwritten
 from superoffload.optimizer.gradient_source import check_one_gradient, gradient_of, lay_out_like
 from superoffload.optimizer.intake import Intake
-from superoffload.optimizer.master_updates import MasterUpdates
+from superoffload.optimizer.master_updates import BitCompareInterval, MasterUpdates
 from superoffload.optimizer.packed_gradient import packed_in
 from superoffload.optimizer.params import Params
-from superoffload.optimizer.tracked_param import FoundEdits, TrackedParam, find_edits
+from superoffload.optimizer.tracked_param import FoundEdits, TrackedParam, find_edits, unedited, unwritten
 
 
 class Edits:

@@ -11,11 +11,10 @@ from superoffload.host.memory import room_on_device
 from superoffload.host.tensors import local_of, out_of_order
 from superoffload.optimizer.accumulating import HostAccumulation
 from superoffload.optimizer.advice import Advice
-from superoffload.optimizer.lifetime import Lifetime
+from superoffload.optimizer.lifetime import Lifetime, weakly
 from superoffload.optimizer.packed_gradient import PackedGradient, gradient_is_gone, packed_in
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.tracked_param import TrackedParam
-from superoffload.optimizer.weak_hooks import weakly
 
 
 class FreedGradients:

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from superoffload.distributed.setup import plain_name
 from superoffload.engine.bucket import GroupHyper
-from superoffload.optimizer.arguments import check_group
-from superoffload.optimizer.unknown_arguments import OF_TORCH, refuse_in_group, refuse_other_steps
+from superoffload.optimizer.arguments import OF_TORCH, check_group, refuse_in_group, refuse_other_steps
 
 _KEYS = ("lr", "betas", "eps", "weight_decay")
 _MAY_LACK = ("maximize", "bias_correction", *OF_TORCH, "max_grad_norm")  # as groups of other optimizers do

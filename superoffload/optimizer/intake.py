@@ -22,7 +22,6 @@ from superoffload.host.memory import room_on_device
 from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.accumulating import Accumulation, HostAccumulation
 from superoffload.optimizer.arguments import check_gradient
-from superoffload.optimizer.bulk_checks import ready_gradients
 from superoffload.optimizer.fp32_accumulation import Fp32Accumulation
 from superoffload.optimizer.freed_gradients import FreedGradients
 from superoffload.optimizer.gradient_source import dtype_to_come, gradient_of, is_final, lay_out_like, main_grad_of
@@ -31,7 +30,7 @@ from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.other_ranks import Ranks
 from superoffload.optimizer.packed_gradient import PackedGradient, packed_in, unpacked
 from superoffload.optimizer.params import Params
-from superoffload.optimizer.tracked_param import TrackedParam
+from superoffload.optimizer.tracked_param import TrackedParam, ready_gradients
 from superoffload.optimizer.verdict_terms import VerdictTerms
 
 

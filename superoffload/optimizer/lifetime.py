@@ -5,11 +5,25 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import ParamSpec, Protocol
 
 from superoffload.errors import StateError
 from superoffload.host.at_exit import Closable, close_at_exit, is_closed
 from superoffload.host.signals import Alone, Whole, held_signals
+
+_Arguments = ParamSpec("_Arguments")
+
+
+def weakly(method: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Calls a bound method as long as its object lives, and does nothing afterwards."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args, **kwargs)
+
+    return call
 
 
 class Threads(Protocol):

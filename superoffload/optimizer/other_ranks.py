@@ -1,18 +1,25 @@
-"""An optimizer agrees on the verdict with other ranks, if there are any, and gathers the parts that they stepped."""
+"""An optimizer agrees on the verdict with other ranks, if there are any, and gathers the parts that they stepped.
+
+Gradients of a ``DistributedDataParallel`` are final once it has reduced them over the ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import ref
 
 import torch
+from torch import Tensor, nn
 
 from superoffload.distributed.gather import Spread, gather
 from superoffload.distributed.setup import RankSetup
 from superoffload.engine.engine import Engine
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import RankError
+from superoffload.host.signals import Alone
 from superoffload.optimizer.gradient_source import gradient_of
+from superoffload.optimizer.lifetime import weakly
 from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.tracked_param import find_edits
@@ -20,6 +27,75 @@ from superoffload.optimizer.verdict_terms import LossScale, VerdictTerms
 
 if TYPE_CHECKING:
     from superoffload.distributed.session import RankSession
+
+
+class TakesReduced(Protocol):
+    def take_reduced(self, param: Tensor, gradient: Tensor) -> None: ...
+    def keep_reduced(self, param: Tensor) -> None: ...
+    def has_no_inputs(self) -> None: ...
+
+
+class _Reduces(Protocol):
+    def finish(self) -> None: ...
+    def forget(self) -> None: ...
+
+
+class _NoReduction:
+    def finish(self) -> None: ...
+    def forget(self) -> None: ...
+
+
+class Reductions:
+    """Passes reduced gradients on if it follows a model that reduces any; does not keep their taker alive."""
+
+    def __init__(self) -> None:
+        self._taker: Callable[[], TakesReduced | None] = _no_taker
+        self._reduced: _Reduces = _NoReduction()
+
+    def give_to(self, taker: TakesReduced) -> None:
+        self._taker = ref(taker)
+
+    def follow(self, model: nn.Module, alone: Alone) -> None:
+        """Follows ``model``; ``alone`` keeps other threads and signal handlers out of unfinished changes."""
+        from superoffload.distributed.data_parallel import reduced_gradients
+
+        found = reduced_gradients(model, weakly(self._take), weakly(self._keep), weakly(self._left), alone)
+        if found is not None:
+            self._reduced = found
+
+    def finish(self) -> None:
+        """Finishes, at ``step()``, the reductions that an interrupted backward has left."""
+        self._reduced.finish()
+
+    def forget(self) -> None:
+        """Forgets a backward whose gradients are given up."""
+        self._reduced.forget()
+
+    def end(self) -> None:
+        """Follows the model no longer."""
+        self._reduced = _NoReduction()
+
+    def _take(self, param: Tensor, gradient: Tensor) -> None:
+        taker = self._taker()
+        if taker is not None:
+            taker.take_reduced(param, gradient)
+
+    def _keep(self, param: Tensor) -> None:
+        taker = self._taker()
+        if taker is not None:
+            taker.keep_reduced(param)
+
+    def _left(self) -> None:
+        taker = self._taker()
+        if taker is not None:
+            taker.has_no_inputs()
+
+
+def _no_taker() -> None:
+    """Returns None until a taker is given."""
+
+
+# ---- the verdict ----------------------------------------------------------------------------------------------------
 
 
 class Prepares(Protocol):

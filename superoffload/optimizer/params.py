@@ -14,15 +14,13 @@ from superoffload.engine.bucket import Shard
 from superoffload.engine.moments import check_axes, noise_stream
 from superoffload.engine.placement import make_state, take_state
 from superoffload.errors import StateError
-from superoffload.optimizer.arguments import check_finite, check_parameter
-from superoffload.optimizer.constructor_arguments import ConstructorArguments
+from superoffload.optimizer.arguments import ConstructorArguments, check_apart, check_finite, check_parameter
 from superoffload.optimizer.engine_setup import EngineSetup
 from superoffload.optimizer.gradient_source import dtype_to_come
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.masters import follow
-from superoffload.optimizer.shared_memory import check_apart
 from superoffload.optimizer.shown_state import ShownStates, whole_steps
-from superoffload.optimizer.shown_steps import ShownSteps
+from superoffload.optimizer.state_dict import ShownSteps
 from superoffload.optimizer.tracked_param import TrackedParam, remember_values
 
 _EXACT = 1 << 24  # float32 has every whole number below

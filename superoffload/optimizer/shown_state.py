@@ -24,10 +24,9 @@ from superoffload.errors import ArgumentError
 from superoffload.host.bits import all_finite
 from superoffload.host.numbers import as_float
 from superoffload.host.signals import Whole
-from superoffload.host.tensors import is_dtensor, local_of
+from superoffload.host.tensors import is_dtensor, local_of, outside_inference
 from superoffload.optimizer.state_dict import ParamState, Values, blocks_of, is_whole_number, part_of, read_param
 from superoffload.optimizer.tracked_param import TrackedParam
-from superoffload.optimizer.untraced import outside_inference
 
 Reveal: TypeAlias = Callable[[], Callable[[Shard], None] | None]  # None: no engine has the state
 

@@ -6,21 +6,17 @@ from typing import Any
 
 from superoffload.engine.engine import Engine
 from superoffload.errors import HostMemoryError, WorkerError
-from superoffload.optimizer.advice import Advice
-from superoffload.optimizer.bit_compare_interval import BitCompareInterval
-from superoffload.optimizer.bulk_checks import outdate, remember
+from superoffload.host.tensors import untraced
+from superoffload.optimizer.advice import Advice, IdleSteps
 from superoffload.optimizer.delivery import Delivery
 from superoffload.optimizer.edits import Edits
 from superoffload.optimizer.gradient_source import gradient_of
 from superoffload.optimizer.groups import ParamGroups
-from superoffload.optimizer.idle_steps import IdleSteps
 from superoffload.optimizer.intake import Intake
-from superoffload.optimizer.other_ranks import Ranks
+from superoffload.optimizer.master_updates import BitCompareInterval
+from superoffload.optimizer.other_ranks import Ranks, Reductions
 from superoffload.optimizer.params import Params
-from superoffload.optimizer.reductions import Reductions
-from superoffload.optimizer.tracked_gradient import end_all
-from superoffload.optimizer.tracked_param import TrackedParam, end_step
-from superoffload.optimizer.untraced import untraced
+from superoffload.optimizer.tracked_param import TrackedParam, end_all, end_step, outdate, remember
 from superoffload.optimizer.verdict_terms import LossScale, VerdictTerms
 
 

@@ -1,25 +1,171 @@
-"""A parameter is watched, so that its master follows edits of its value."""
+"""A parameter and its gradient are watched: masters follow edits of its value, and an edited gradient is packed again.
+
+Each has versions, addresses and, in host memory, bits to compare. Most were not edited, so one pass over all of them
+finds those that may have been, for a closer look.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from superoffload import _native
 from superoffload.distributed.ownership import Holding
-from superoffload.engine.bucket import Shard
+from superoffload.engine.bucket import Piece, Shard
 from superoffload.engine.moments import EXP_AVG, EXP_AVG_SQ, write_moment
 from superoffload.errors import DeviceError, StateError
 from superoffload.host.bits import BitSums, Sums
 from superoffload.host.tensors import is_dtensor, local_of, memory_order, version_of
 from superoffload.optimizer.arguments import check_parameter
+from superoffload.optimizer.gradient_source import gradient_of
 from superoffload.optimizer.masters import follow
-from superoffload.optimizer.shown_steps import ShownSteps
-from superoffload.optimizer.state_dict import ParamState
-from superoffload.optimizer.tracked_gradient import UNKNOWN, PackedSums, TrackedGradient, end_all
+from superoffload.optimizer.packed_gradient import PackedGradient, packed_in, stand_in_for
+from superoffload.optimizer.state_dict import ParamState, ShownSteps
+
+UNKNOWN = (-1, -1)
+
+# Returns the sums of the packed bits of a shard's gradient, piece by piece; None where there are none.
+PackedSums = Callable[[Shard], list[tuple[Piece, Sums]] | None]
+
+
+# ---- one gradient that was handed over ------------------------------------------------------------------------------
+
+
+class TrackedGradient:
+    """Remembers the gradient of one parameter that the engine has, and notices edits of it."""
+
+    __slots__ = (  # there is one per parameter, and every step looks at all of them
+        "_bits", "_holding", "_param", "_placeholder", "_shard", "_version", "handed", "reduced", "sums", "version",
+    )  # fmt: skip
+
+    def __init__(self, param: Tensor, shard: Shard, holding: Holding, bits: BitSums) -> None:
+        self._param = param
+        self._shard = shard
+        self._holding = holding
+        self._bits = bits
+        self._version = UNKNOWN
+        self.version = UNKNOWN[0]  # of an ordinary tensor, when it was handed over
+        self._placeholder: ReferenceType[PackedGradient] | None = None  # of the gradient that was packed last
+        self.handed: Tensor | None = None  # to the engine, in this step
+        self.sums: Sums | None = None  # of its bits, if versions do not show every edit and packing makes no sums
+        self.reduced: Tensor | None = None  # a reduction's result that the engine has; p.grad must get the same bits
+
+    # ---- handed over ----------------------------------------------------------------------------------------------
+
+    def remember(self, grad: Tensor, *, summed: bool = False) -> None:
+        """Remembers the gradient, with the sums of its bits if ``summed``: versions do not show every edit of it."""
+        self.handed, self._version, self.version = grad, version_of(grad), grad._version
+        self.sums = self._bits.of([self._holding.part_of_gradient(grad)])[0] if summed else None
+
+    def remember_plain(self, grad: Tensor) -> None:
+        """Remembers an ordinary tensor, whose version shows every edit."""
+        self.handed, self.sums, self._placeholder = grad, None, None
+        self.version = grad._version
+        self._version = (self.version, 0)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Returns whether a placeholder stands for the gradient, and no operation has used it since."""
+        return isinstance(self.handed, PackedGradient) and self.handed.is_untouched
+
+    def forget(self) -> None:
+        """Notes that the engine has no gradient any more."""
+        self.handed = None
+
+    def end_step(self) -> None:
+        self.handed = self.reduced = None
+
+    # ---- reduced over ranks -----------------------------------------------------------------------------------------
+
+    def remember_reduced(self, gradient: Tensor) -> None:
+        """Remembers the result of a reduction; ``p.grad`` must get the same bits."""
+        self.reduced = gradient
+
+    def forget_reduced(self) -> None:
+        self.reduced = None
+
+    # ---- edited -----------------------------------------------------------------------------------------------------
+
+    @property
+    def plainly_changed(self) -> bool:
+        """Returns whether the gradient was edited, as far as that shows without its bits.
+
+        Versions of DTensors show nothing: operations on lists of them raise none, and where FSDP2 accumulates gradients
+        it raises those of all parameters that it reduces together, which share a buffer and its counter.
+        """
+        if gradient_of(self._param) is not self.handed:
+            return True
+        packed = packed_in(self.handed)
+        if packed is not None:  # the bits of one that was brought back are compared elsewhere
+            return packed.zeroed or packed.addend is not None
+        return self.handed is not None and not is_dtensor(self.handed) and self.was_written(self.handed)
+
+    def was_written(self, grad: Tensor) -> bool:
+        """Returns whether the version of ``grad`` differs from the remembered one."""
+        return version_of(grad) != self._version
+
+    def summed(self, packed_sums: PackedSums) -> Iterator[tuple[Sums, Tensor]]:
+        """Yields sums of the bits of the gradient that was handed over, each with the flat tensor to compare now."""
+        if self.handed is None or (self.sums is None and not self._shard.sums_gradient):
+            return
+        flat = self._holding.part_of_gradient(self.handed)
+        if self.sums is not None:
+            yield self.sums, flat
+            return
+        for piece, sums in packed_sums(self._shard) or ():
+            yield sums, flat.to(self._shard.gradient_dtype)[piece.start : piece.start + piece.numel]
+
+    # ---- packed and freed -------------------------------------------------------------------------------------------
+
+    @property
+    def placeholder(self) -> PackedGradient | None:
+        """Returns the placeholder of the gradient that was packed last, while ``p.grad`` or the user keeps it."""
+        return None if self._placeholder is None else self._placeholder()
+
+    def is_placeholder(self, packed: PackedGradient) -> bool:
+        """Returns whether ``packed`` stands for the gradient that was handed over in this step."""
+        return self.handed is packed and self.placeholder is packed
+
+    def forget_placeholder(self) -> None:
+        """Forgets the placeholder, because the memory of its packed gradient is reused."""
+        self._placeholder = None
+
+    def free(self, fetch: Callable[[PackedGradient], None], offer: Callable[[PackedGradient, Tensor], None]) -> None:
+        """Frees the packed gradient's memory and puts a placeholder that can ``fetch`` it into ``p.grad``."""
+        param = self._param
+        local = local_of(param) if is_dtensor(param) else param
+        assert self.handed is not None
+        packed = PackedGradient(self._shard.name, self._shard.index, local, self.handed.dtype, fetch, offer)
+        self._placeholder = ref(packed)
+        param.grad = self.handed = stand_in_for(param, packed)
+        self._version, self.sums = UNKNOWN, None
+
+    def brought_back(self) -> None:
+        """Takes sums of a gradient that was brought back, which also show edits that raise no version: those by C++ or
+        through ``.data``."""
+        if self.handed is not None and packed_in(self.handed) is self.placeholder:
+            self._version = version_of(self.handed)
+            self.sums = self._bits.of([self._holding.part_of_gradient(self.handed)])[0]
+
+
+def remember_all(several: Iterable[tuple[TrackedGradient, Tensor]]) -> None:
+    """Calls ``remember_plain()`` for each pair."""
+    for gradient, grad in several:
+        gradient.remember_plain(grad)
+
+
+def end_all(several: Iterable[TrackedGradient]) -> None:
+    """The step is over, for each."""
+    for gradient in several:
+        gradient.end_step()
+
+
+# ---- one parameter --------------------------------------------------------------------------------------------------
 
 
 class Place:
@@ -201,6 +347,9 @@ class TrackedParam(_Referable):
         self.forget_value()  # the next step compares the master with the parameter
 
 
+# ---- many at once ---------------------------------------------------------------------------------------------------
+
+
 def end_step(several: Sequence[TrackedParam]) -> set[TrackedParam]:
     """The engine has none of their gradients any more. Returns those that the step has moved."""
     end_all(tracked.gradient for tracked in several)
@@ -277,3 +426,129 @@ def find_edits(several: Iterable[TrackedParam], packed_sums: PackedSums = lambda
                 found.add(tracked)
     unversioned = frozenset(tracked for tracked in written - plainly if not tracked.is_dtensor)
     return FoundEdits(frozenset(written), frozenset(edited), unversioned)
+
+
+# ---- ordinary tensors, in one pass ----------------------------------------------------------------------------------
+# An ordinary tensor is in the order of its dimensions, this rank has it in full, and its gradient is such a tensor
+# too. A pass costs about a microsecond each: it compares versions and addresses, and all bits in host memory at once.
+
+
+def ready_gradients(
+    several: Sequence[TrackedParam], arrived: Container[int]
+) -> tuple[list[tuple[Shard, Tensor]], list[TrackedParam]]:
+    """Finds and remembers gradients that can be packed as they are; returns them, and those that need a closer look.
+
+    ``arrived``: shards, by index, whose gradients the engine has.
+    """
+    ready: list[tuple[Shard, Tensor]] = []
+    watched: list[tuple[TrackedGradient, Tensor]] = []
+    others: list[TrackedParam] = []
+    bits_compared = bool(several) and several[0].bits.every_step
+    for tracked in several:
+        param, shard = tracked.param, tracked.shard
+        grad = param.grad
+        if (
+            tracked.is_plain
+            and type(grad) is Tensor
+            and shard.index not in arrived
+            and grad.dtype is shard.gradient_dtype
+            and grad.layout is torch.strided
+            and grad.is_contiguous()
+            and not grad.is_neg()
+            and grad.numel() == shard.numel
+            and grad.data_ptr()  # 0 for torch's zeros without memory
+            and not (shard.keeps_gradient or shard.sums_gradient)
+            and "main_grad" not in param.__dict__
+            and param._version == tracked.version[0]
+            and param.data_ptr() == tracked.address
+            and (bits_compared or tracked.place.is_of(param))
+        ):
+            ready.append((shard, grad))
+            watched.append((tracked.gradient, grad))
+        else:
+            others.append(tracked)
+    remember_all(watched)
+    return ready, others
+
+
+def unwritten(several: Sequence[TrackedParam]) -> tuple[list[TrackedParam], list[TrackedParam]]:
+    """Returns those whose parameters were not written, and those that need a closer look.
+
+    It also compares bits in host memory, since versions do not show every write.
+    """
+    alike: list[TrackedParam] = []
+    others: list[TrackedParam] = []
+    runs: list[tuple[int, int]] = []
+    bits_compared = bool(several) and several[0].bits.every_step
+    for tracked in several:
+        param = tracked.param
+        if (
+            tracked.is_plain
+            and param._version == tracked.version[0]
+            and param.data_ptr() == tracked.address
+            and (tracked.sums is not None if bits_compared else tracked.is_in_its_storage)
+            and param.is_contiguous()
+            and not param.is_neg()
+            and param.numel() == tracked.shard.numel
+        ):
+            alike.append(tracked)
+            runs.append((tracked.address, param.nbytes))
+        else:
+            others.append(tracked)
+    if not (alike and bits_compared):
+        return alike, others
+    now = _native.bit_sums(runs, torch.get_num_threads())
+    others += [tracked for tracked, sums in zip(alike, now, strict=True) if sums != tracked.sums]
+    return [tracked for tracked, sums in zip(alike, now, strict=True) if sums == tracked.sums], others
+
+
+def unedited(several: Iterable[TrackedParam], arrived: Container[int]) -> tuple[list[TrackedParam], list[TrackedParam]]:
+    """Returns those whose gradients are still the ones handed over, and those that need a closer look.
+
+    ``arrived``: shards, by index, whose gradients the engine has.
+    """
+    alike: list[TrackedParam] = []
+    others: list[TrackedParam] = []
+    for tracked in several:
+        param, gradient = tracked.param, tracked.gradient
+        handed = gradient.handed
+        as_handed = (
+            tracked.is_plain
+            and param.grad is handed
+            and (handed is not None) is (tracked.shard.index in arrived)
+            and (
+                handed is None or (type(handed) is Tensor and handed._version == gradient.version) or gradient.is_asleep
+            )
+            and gradient.reduced is None
+            and gradient.sums is None
+            and not tracked.shard.sums_gradient
+            and "main_grad" not in param.__dict__
+        )
+        (alike if as_handed else others).append(tracked)
+    return alike, others
+
+
+def outdate(several: Iterable[TrackedParam]) -> None:
+    """Raises versions, since values will be delivered later: graphs that need the old values must not be used."""
+    plain = [tracked for tracked in several if not is_dtensor(tracked.param)]  # graphs hold gathered copies of DTensors
+    torch.autograd.graph.increment_version([tracked.param for tracked in plain])
+    for tracked in plain:
+        tracked.is_outdated()
+
+
+def remember(several: Sequence[TrackedParam], *, on_device: bool) -> None:
+    """Remembers values as ``remember_values`` does, those of ordinary parameters in host memory all at once."""
+    plain = [
+        tracked
+        for tracked in several
+        if tracked.is_plain
+        and tracked.bits.every_step
+        and tracked.param.is_contiguous()
+        and tracked.param.numel() == tracked.shard.numel
+    ]
+    if len(plain) < len(several):
+        known = set(plain)
+        remember_values([tracked for tracked in several if tracked not in known], on_device=on_device)
+    runs = [(tracked.param.data_ptr(), tracked.param.nbytes) for tracked in plain]
+    sums = _native.bit_sums(runs, torch.get_num_threads()) if runs else ()
+    remember_plain(zip(plain, [address for address, _ in runs], sums, strict=True))

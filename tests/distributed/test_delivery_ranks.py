@@ -15,7 +15,7 @@ from superoffload import _native
 from superoffload.engine.bucket import Bucket, BucketState
 from superoffload.engine.schedule import Schedule
 from superoffload.engine.tail import Tail
-from superoffload.optimizer import module_hooks
+from superoffload.optimizer import delivery
 from tests.support.fsdp2_cases import Case, build, train
 from tests.support.layouts import layouts
 from tests.support.rank_faults import train_until_error
@@ -53,7 +53,7 @@ def test_every_gather_of_fsdp2_waits(case: Case) -> None:
 
 def unseen() -> None:
     """A torch that does not show what it gathers together: everything lands at the first gather."""
-    with mock.patch.object(module_hooks, "gathered_with", lambda module: None):
+    with mock.patch.object(delivery, "gathered_with", lambda module: None):
         both(AHEAD, True)
 
 

@@ -15,7 +15,7 @@ from superoffload import AdamW
 from superoffload.errors import ArgumentError
 from superoffload.optimizer import intake
 from superoffload.optimizer.accelerate_window import Window
-from superoffload.optimizer.bulk_checks import ready_gradients
+from superoffload.optimizer.tracked_param import ready_gradients
 from tests.support.host_link import over_host_link
 
 SIZES = (100, 100, 100, 100)

@@ -14,7 +14,7 @@ import torch
 
 import superoffload.engine.stepping as finisher_module
 import superoffload.host.signals as interrupts
-import superoffload.optimizer.shown_steps as shown_steps_module
+import superoffload.optimizer.state_dict as shown_steps_module
 from superoffload import _native
 from superoffload.engine.bucket import Bucket, BucketState, Shard
 from superoffload.engine.engine import Engine

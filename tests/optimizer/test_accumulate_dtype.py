@@ -18,7 +18,7 @@ from benchmarks.accumulation import table
 from superoffload import AdamW
 from superoffload.engine.schedule import MODES
 from superoffload.errors import ArgumentError, StateError
-from superoffload.optimizer import grad_dtypes
+from superoffload.optimizer import fp32_accumulation
 from superoffload.optimizer.fp32_accumulation import check_fp32_sums
 from tests.support.adamw_training import batch, check_counters, model_of
 from tests.support.checkout import ROOT
@@ -215,7 +215,7 @@ def test_a_torch_that_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_grad_dtype
 def test_memory_that_is_refused_while_a_gradient_changes_its_dtype() -> None:
     """Before, nothing has changed; behind, one gradient is gone, which shows, and everything else is set back."""
-    convert = grad_dtypes._in_dtype
+    convert = fp32_accumulation._in_dtype
     left = [2]  # calls until one is refused
 
     def refused(*args: Any) -> Tensor:
@@ -228,13 +228,13 @@ def test_memory_that_is_refused_while_a_gradient_changes_its_dtype() -> None:
     params = parameters_of(model)
     batch(model, 0).backward()
     values = [param.grad.clone() for param in params]
-    with mock.patch.object(grad_dtypes, "_in_dtype", refused), pytest.raises(torch.OutOfMemoryError):
+    with mock.patch.object(fp32_accumulation, "_in_dtype", refused), pytest.raises(torch.OutOfMemoryError):
         AdamW(params, threads=1, accumulate_dtype="fp32")
     assert _dtypes(params) == [torch.bfloat16] * 6
     assert all(torch.equal(param.grad, value) for param, value in zip(params, values, strict=True))
     optimizer = AdamW(params, threads=1, accumulate_dtype="fp32")
     left[0] = 2
-    with mock.patch.object(grad_dtypes, "_in_dtype", refused):
+    with mock.patch.object(fp32_accumulation, "_in_dtype", refused):
         optimizer.close()
     assert _dtypes(params) == [torch.bfloat16] * 6
     kept = [(param.grad, value) for param, value in zip(params, values, strict=True) if param.grad is not None]

@@ -22,7 +22,7 @@ from superoffload import AdamW, checkpoints
 from superoffload.errors import ArgumentError, UnknownArgument
 from superoffload.host import environment
 from superoffload.host.numbers import MOST_THREADS
-from superoffload.optimizer.idle_steps import CLIPPED_BEFORE, SKIPPED, WITHOUT_GRADIENTS
+from superoffload.optimizer.advice import CLIPPED_BEFORE, SKIPPED, WITHOUT_GRADIENTS
 from tests.support.adamw_training import batch, model_of
 
 PACKAGE = Path(superoffload.__file__).parent

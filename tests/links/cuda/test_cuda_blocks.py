@@ -13,7 +13,7 @@ from torch import nn
 
 from superoffload import AdamW
 from superoffload.links.cuda.blocks import early_buckets
-from superoffload.optimizer.bit_compare_interval import BitCompareInterval
+from superoffload.optimizer.master_updates import BitCompareInterval
 from superoffload.timeline import PROCESSORS, read_trace
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device
