@@ -22,8 +22,7 @@ from superoffload.engine.verdict import Verdict
 from superoffload.errors import StateError
 from superoffload.host.environment import check_environment
 from superoffload.host.tensors import outside_inference, untraced
-from superoffload.optimizer.accelerate_window import is_placing_state
-from superoffload.optimizer.accumulating import Accumulating
+from superoffload.optimizer.accumulating import Accumulating, is_placing_state
 from superoffload.optimizer.adamw_parts import Lasting, assemble
 from superoffload.optimizer.arguments import check_given, params_of, refuse_unknown
 from superoffload.optimizer.delivery import CheckReads

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from superoffload import _native
-from superoffload.distributed.boxes import Box
+from superoffload.distributed.ownership import Box
 from superoffload.engine.bucket import ELEMENT_TYPES
 from superoffload.engine.moments import Axes, check_axes, noise_stream
 from superoffload.errors import ArgumentError, WorkerError

@@ -47,8 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from benchmarks.adam import report as adam_report
     from benchmarks.adam.accuracy import accuracy_text
     from benchmarks.adam.kernels import AdamBenchmark, check_memory, run_adam
-    from superoffload.host.control_groups import usable_memory
-    from superoffload.host.system import System
+    from superoffload.host.system import System, usable_memory
 
     settings: AdamBenchmark = _settings(args)
     if args.state is not None:
@@ -78,8 +77,7 @@ def _compare_states(args: argparse.Namespace, settings: Any) -> int:
     from benchmarks.adam.states import DEFAULT
     from benchmarks.timing import Rounds
     from superoffload import kernels
-    from superoffload.host.control_groups import usable_memory
-    from superoffload.host.system import System
+    from superoffload.host.system import System, usable_memory
 
     forms = state_speed.forms_from(args.state)
     state_speed.check_memory(settings.numel, forms, usable_memory(System()))

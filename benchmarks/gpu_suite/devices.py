@@ -18,8 +18,7 @@ from torch import nn
 
 from benchmarks.gpu_suite.settings import GIB
 from superoffload.errors import ArgumentError
-from superoffload.host.control_groups import usable_memory
-from superoffload.host.system import System
+from superoffload.host.system import System, usable_memory
 from superoffload.links.cuda.device import peak_active_bytes
 
 LONGEST_DELAY = 2e-3  # seconds

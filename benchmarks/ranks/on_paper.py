@@ -20,11 +20,9 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from superoffload.distributed.group import FRAME
-from superoffload.distributed.held import Held
-from superoffload.distributed.hosts import Hosts
-from superoffload.distributed.ownership import Holding, dtensor_kind
-from superoffload.distributed.placements import box_at
+from superoffload.distributed.group import FRAME, Hosts
+from superoffload.distributed.ownership import Holding, box_at, dtensor_kind
+from superoffload.distributed.rank_checks import Held
 from superoffload.distributed.session import RankCheck, RankSession
 from superoffload.errors import ArgumentError
 

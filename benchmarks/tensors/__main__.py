@@ -45,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     from benchmarks.tensors import report as per_tensor_report
     from benchmarks.tensors.steps import check_memory, run_tensors
-    from superoffload.host.control_groups import usable_memory
-    from superoffload.host.system import System
+    from superoffload.host.system import System, usable_memory
 
     check_memory(settings.counts, settings.numel, usable_memory(System()))
     facts = command.begin(args)

@@ -13,10 +13,8 @@ from torch.optim import Optimizer
 from superoffload.adamw import AdamW
 from superoffload.checkpoints.tensor_files import Piece
 from superoffload.cpu_adamw import CPUAdamW
-from superoffload.distributed.owners import OwnersTable
-from superoffload.distributed.ownership import Holding, dtensor_holding, whole_holding
-from superoffload.distributed.session import RankSession
-from superoffload.distributed.setup import plain_name
+from superoffload.distributed.ownership import Holding, OwnersTable, dtensor_holding, whole_holding
+from superoffload.distributed.session import RankSession, plain_name
 from superoffload.errors import ArgumentError
 from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.tracked_param import TrackedParam

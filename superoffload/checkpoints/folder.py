@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from superoffload.checkpoints.tensor_files import Piece
-from superoffload.distributed.boxes import misfit
+from superoffload.distributed.ownership import misfit
 from superoffload.errors import ArgumentError, DiskError, StateError
 from superoffload.host.text import shortened, shown
 

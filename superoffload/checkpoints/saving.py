@@ -31,8 +31,16 @@ from superoffload.checkpoints.contents import (
     on_all_ranks,
     stepped,
 )
-from superoffload.checkpoints.joining import complete, gave_up, hand_in, tell_failure, wait_until_named
-from superoffload.checkpoints.part_files import Part, plan_part, write_part
+from superoffload.checkpoints.part_files import (
+    Part,
+    complete,
+    gave_up,
+    hand_in,
+    plan_part,
+    tell_failure,
+    wait_until_named,
+    write_part,
+)
 from superoffload.engine.snapshot import Snapshot
 from superoffload.errors import ArgumentError, DiskError, StateError
 from superoffload.host.signals import held_signals

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superoffload.distributed.boxes import Box
+from superoffload.distributed.ownership import Box
 from superoffload.errors import ArgumentError
 
 _NAMES = {

@@ -11,20 +11,141 @@ import os
 import pickle
 import socket
 import struct
+import threading
+import time
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's annotations leave it out
 
-from superoffload.distributed.hosts import Hosts
-from superoffload.distributed.roll_call import GRACE, RollCall, within
 from superoffload.errors import ArgumentError, RankError
 from superoffload.host.numbers import check_number
+
+
+class Hosts:
+    """Holds the name of every rank's host. ``{}``: not known yet."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names if len(set(names.values())) > 1 else {}
+
+    def rank(self, rank: int) -> str:
+        """Returns "rank 1", with several hosts "rank 1 on gpu-07"."""
+        return self.ranks([rank])
+
+    def ranks(self, ranks: Iterable[int]) -> str:
+        """Returns "rank 1, 2, 5", with several hosts "rank 1, 2 on gpu-07, rank 5 on gpu-09"."""
+        by_host: dict[str, list[str]] = {}
+        for rank in ranks:
+            by_host.setdefault(self._names.get(rank, ""), []).append(str(rank))
+        return ", ".join(f"rank {', '.join(some)}{f' on {host}' * bool(host)}" for host, some in by_host.items())
+
+
+# ---- missing ranks and bounded waits --------------------------------------------------------------------------------
+# ``TCPStore`` waits without end for the answer of a host behind a broken link, and so does ``new_group()``, which asks
+# such a store. So both are called in threads of their own.
+
+GRACE = 1.0  # seconds that a call with its own time-out gets to notice that it is over
+_MOST_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+
+T = TypeVar("T")
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """Runs ``work`` for at most so many seconds, then raises TimeoutError: its thread ends with the process."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="superoffload bounded wait", daemon=True).start()
+    if not wait([future], seconds).done:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return future.result()
+
+
+class RollCall:
+    """Finds the ranks that still answer, by a store that the first rank hosts at ``address`` and the others ``join()``.
+    ``seconds``: how long a rank waits for the others to answer."""
+
+    def __init__(self, ranks: Sequence[int], rank: int, seconds: float) -> None:
+        self.ranks, self.rank, self.seconds = list(ranks), rank, min(seconds, _MOST_SECONDS)
+        self._store: TCPStore | None = None
+        self._hosted: TCPStore | None = None
+        self.address = (_host_of(rank), 0)
+        if rank == self.ranks[0]:
+            with contextlib.suppress(RuntimeError, OSError):
+                self._hosted = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+                self.address = (_host_of(rank), self._hosted.port)
+
+    def join(self, address: tuple[str, int], timeout: float) -> None:
+        """Connects to the address that the first rank sent; port 0: it has none."""
+        self.address = (host, port) = address
+        if self._hosted is not None or not port:
+            self._store = self._hosted
+            return
+        limit = min(timeout, _MOST_SECONDS)
+
+        def connect() -> TCPStore:
+            return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit), wait_for_workers=False)
+
+        with contextlib.suppress(RuntimeError, OSError):  # TimeoutError is an OSError
+            self._store = within(limit + GRACE, connect)
+
+    def who_is_missing(self, call: int, hosts: Hosts) -> tuple[list[int], str]:
+        """Returns the ranks that do not answer ``call``, and a text on what was unreachable. The ranks' own output
+        tells what they do instead."""
+        first, host = self.ranks[0], self.address[0]
+        store = self._store
+        missing = [rank for rank in self.ranks if rank != self.rank]
+        if store is None:
+            return (
+                [],
+                f"; the roll call of rank {first} on {host} was not reached before, so it is not known who is missing",
+            )
+        deadline = time.monotonic() + self.seconds
+        heard: set[int] = set()  # filled by the thread, and read even if that never returns
+
+        def ask() -> None:
+            store.set(f"{call}/{self.rank}", "here")
+            while True:
+                heard.update({rank for rank in missing if rank not in heard and store.check([f"{call}/{rank}"])})
+                if len(heard) == len(missing) or time.monotonic() > deadline:
+                    return
+                time.sleep(_POLL_SECONDS)
+
+        try:
+            within(self.seconds + GRACE, ask)
+        except (RuntimeError, TimeoutError) as error:
+            # The first rank's process held the store; it has ended, before its answer or after, or is cut off.
+            silent = [rank for rank in missing if rank not in heard]
+            if first not in silent:
+                return silent, ""
+            why = "could not be reached" if isinstance(error, TimeoutError) else "has ended"
+            rest = [rank for rank in silent if rank != first]
+            unknown = f", so nothing is known of {hosts.ranks(rest)}" if rest else ""
+            return [first], f"; the roll call of rank {first} on {host} {why}{unknown}"
+        return [rank for rank in missing if rank not in heard], ""
+
+
+def _host_of(rank: int) -> str:
+    """Returns an address of this host for the other ranks: MASTER_ADDR, where all ranks met, if it is this host."""
+    meeting = os.environ.get("MASTER_ADDR", "localhost")
+    return meeting if rank == 0 or meeting in ("localhost", "127.0.0.1", "::1") else socket.gethostname()
+
+
+# ---- exchanges ------------------------------------------------------------------------------------------------------
 
 DEFAULT_TIMEOUT = 60.0
 TIMEOUT_VARIABLE = "SUPEROFFLOAD_RANK_TIMEOUT"
@@ -227,3 +348,57 @@ def rank_group(process_group: Any, timeout: float) -> RankGroup | None:
     if kept is None or kept.failure is not None:
         kept = groups[key] = RankGroup(ranks, timeout)
     return kept
+
+
+# ---- what a rank tells in every step --------------------------------------------------------------------------------
+# Sums for the verdict and values for the light check fit the first message of an exchange (128 bytes), which also says
+# which step it is about.
+
+MOST_CLASSES = 8
+
+_FORMAT = struct.Struct(f"<HHIIIIIIId{MOST_CLASSES}d")
+assert _FORMAT.size <= ROOM
+
+FAILED = 1  # this rank raises instead of stepping
+FOUND_INF = 2  # this rank's loss scaler saw a NaN or an infinity
+LEFT = 4  # this rank has no more inputs, in DistributedDataParallel.join()
+
+NO_INPUTS = (
+    "DistributedDataParallel.join(): {who} has no more inputs and takes no step, and every step needs all ranks. "
+    "Make the optimizer with replicated='local', so that each rank steps by itself with DDP's gradients; then join() "
+    "works as with torch.optim"
+)
+
+
+@dataclass(frozen=True)
+class Packet:
+    """Carries one rank's part of a step. ``sums``: one sum of squares per set of replicas, at most MOST_CLASSES.
+
+    Of this step: ``settings`` and ``gradients`` are checksums of the hyper-parameters and of the parameters that have
+    gradients. Of the step before: ``applied`` and ``skipped`` count steps, ``factor`` is the gradient factor, ``unit``
+    the probed unit, ``bad`` 1 + the index of a shard whose published copy is not round(master), ``copy`` the checksum
+    of the published copy.
+    """
+
+    sums: tuple[float, ...]
+    flags: int = 0
+    settings: int = 0
+    gradients: int = 0
+    applied: int = 0
+    skipped: int = 0
+    unit: int = 0
+    bad: int = 0
+    copy: int = 0
+    factor: float = 0.0
+
+    def to_bytes(self) -> bytes:
+        sums = self.sums + (0.0,) * (MOST_CLASSES - len(self.sums))
+        return _FORMAT.pack(
+            self.flags, len(self.sums), self.settings, self.gradients, self.applied, self.skipped,
+            self.unit, self.bad, self.copy, self.factor, *sums,
+        )  # fmt: skip
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Packet:
+        flags, count, settings, gradients, applied, skipped, unit, bad, copy, factor, *sums = _FORMAT.unpack_from(data)
+        return Packet(tuple(sums[:count]), flags, settings, gradients, applied, skipped, unit, bad, copy, factor)

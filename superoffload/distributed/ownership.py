@@ -1,19 +1,345 @@
-"""Decides which elements of a parameter this rank holds."""
+"""Decides which elements of a parameter this rank holds, and which ranks own the same part.
+
+A box is what a rank owns of a tensor: a run of indices in each dimension.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from superoffload.distributed.boxes import Box
-from superoffload.distributed.placements import box_of
 from superoffload.engine.bucket import ALIGN
 from superoffload.errors import ArgumentError
 from superoffload.host.tensors import in_order, is_dtensor, local_of, memory_order, out_of_order, values_in_memory
+
+
+@dataclass(frozen=True)
+class Box:
+    """Selects ``lengths[d]`` indices from ``offsets[d]`` on in each dimension d."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """Selects all of a tensor of ``shape``."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.lengths)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns the box's elements of ``tensor``, as a view."""
+        for dim, (offset, length) in enumerate(zip(self.offsets, self.lengths, strict=True)):
+            if length != tensor.shape[dim]:
+                tensor = tensor.narrow(dim, offset, length)
+        return tensor
+
+    def first_in(self, shape: Sequence[int]) -> int:
+        """Returns the place of the box's first element in a contiguous, flat tensor of ``shape``."""
+        place = 0
+        for offset, size in zip(self.offsets, shape, strict=True):
+            place = place * size + offset
+        return place
+
+    def axes_in(self, shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
+        """Returns how the box's elements, in the order of its dimensions or in ``order``, lie in such a flat tensor.
+
+        Each axis is (length, stride), the innermost first. Returns () where the elements follow one another.
+        """
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        axes: list[tuple[int, int]] = []
+        for dim in reversed(range(len(shape)) if order is None else order):
+            length, stride = self.lengths[dim], strides[dim]
+            if axes and stride == axes[-1][0] * axes[-1][1]:
+                axes[-1] = (axes[-1][0] * length, axes[-1][1])
+            elif length > 1:
+                axes.append((length, stride))
+        return () if self.numel == 0 or axes in ([], [(self.numel, 1)]) else tuple(axes)
+
+    def within(self, outer: Box) -> Box | None:
+        """Returns the box as a part of ``outer``'s elements; None if it is not inside of ``outer``."""
+        offsets = tuple(mine - theirs for mine, theirs in zip(self.offsets, outer.offsets, strict=True))
+        ends = [offset + length for offset, length in zip(offsets, self.lengths, strict=True)]
+        inside = all(o >= 0 for o in offsets) and all(e <= n for e, n in zip(ends, outer.lengths, strict=True))
+        return Box(offsets, self.lengths) if inside else None
+
+
+class Misfit(NamedTuple):
+    """Says where ``boxes`` leave a gap or overlap."""
+
+    what: str
+    boxes: tuple[Box, ...]
+
+
+def misfit(shape: Sequence[int], boxes: Iterable[Box]) -> Misfit | None:
+    """Finds where different boxes do not have each element of ``shape`` once; None if they do.
+
+    Along each dimension the boxes that are equal in the dimensions before must follow one another, as those that a mesh
+    of ranks cuts do. Empty boxes have no element and do not count.
+    """
+    return _misfit(shape, [box for box in boxes if box.numel], 0) if math.prod(shape) else None
+
+
+def _misfit(shape: Sequence[int], boxes: Sequence[Box], dim: int) -> Misfit | None:
+    if dim == len(shape):
+        return None if len(boxes) == 1 else Misfit("the same elements are in different parts", tuple(boxes))
+    runs: defaultdict[tuple[int, int], list[Box]] = defaultdict(list)
+    for box in boxes:
+        runs[box.offsets[dim], box.lengths[dim]].append(box)
+    end, last = 0, tuple[Box, ...]()
+    for (offset, length), members in sorted(runs.items()):
+        if offset != end:
+            what = f"indices {end} to {offset - 1} of dimension {dim} are in no part"
+            if offset < end:
+                what = f"index {offset} of dimension {dim} is in several parts"
+            return Misfit(what, (*last, members[0]))
+        found = _misfit(shape, members, dim + 1)
+        if found is not None:
+            return found
+        end, last = offset + length, (members[0],)
+    if end != shape[dim]:
+        return Misfit(f"indices {end} to {shape[dim] - 1} of dimension {dim} are in no part", last)
+    return None
+
+
+# ---- boxes from the placements of a DTensor -------------------------------------------------------------------------
+
+_CUTTING = ("Shard", "_StridedShard")
+
+
+def box_of(name: str, tensor: Any) -> Box:
+    """Returns this rank's box of a DTensor with any number of Replicate, Shard and ``_StridedShard`` placements."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    for placement in placements:
+        _check(name, placement, placements)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ArgumentError(f"{name}: this rank is not in the parameter's mesh {mesh}; pass the parameters it has")
+    box = box_at(name, tensor.shape, placements, mesh.shape, coordinate)
+    local = tuple(local_of(tensor).shape)
+    if local != box.lengths:
+        raise ArgumentError(
+            f"{name}: this rank's part has shape {local}, expected {box.lengths} of {tuple(tensor.shape)} with "
+            f"placements {tuple(placements)} on a mesh of {tuple(mesh.shape)}; make it with distribute_tensor, "
+            "parallelize_module or fully_shard"
+        )
+    return box
+
+
+def box_at(
+    name: str, shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int], coordinate: Sequence[int]
+) -> Box:
+    """Returns the box of the rank that is at ``coordinate`` of a mesh of ``sizes``.
+
+    ``fully_shard`` makes a ``_StridedShard`` where it cuts what tensor parallelism has cut already: it comes before the
+    other in the mesh, but cuts after it. Its ``split_factor`` tells how many parts there were.
+    """
+    offsets, lengths = [], []
+    for dim, size in enumerate(shape):
+        offset, length = 0, int(size)
+        for axis in _cuts(name, placements, sizes, dim, len(shape)):
+            share = -(-length // sizes[axis])  # as torch.chunk cuts
+            start = min(length, coordinate[axis] * share)
+            offset, length = offset + start, min(share, length - start)
+        offsets.append(offset)
+        lengths.append(length)
+    return Box(tuple(offsets), tuple(lengths))
+
+
+def _check(name: str, placement: Any, placements: Sequence[Any]) -> None:
+    if placement.is_partial():
+        raise ArgumentError(
+            f"{name}: placements {tuple(placements)}: each rank has a summand of the parameter (Partial), and only the "
+            "sum can be trained; redistribute it to Replicate() or Shard(dim) before the optimizer is made"
+        )
+    if not (placement.is_replicate() or type(placement).__name__ in _CUTTING):
+        raise ArgumentError(
+            f"{name}: placements {tuple(placements)}, expected Replicate and Shard, as parallelize_module, fully_shard "
+            "and distribute_tensor make them"
+        )
+
+
+def _cuts(name: str, placements: Sequence[Any], sizes: Sequence[int], dim: int, dims: int) -> list[int]:
+    """Returns the dimensions of the mesh that cut ``dim`` of a tensor, in the order in which they cut it."""
+    order: list[int] = []
+    for axis in reversed(range(len(placements))):
+        placement = placements[axis]
+        if placement.is_replicate() or placement.dim % dims != dim:
+            continue
+        before, parts, wanted = 0, 1, getattr(placement, "split_factor", 1)
+        while parts < wanted and before < len(order):
+            parts *= sizes[order[before]]
+            before += 1
+        if parts != wanted:
+            raise ArgumentError(
+                f"{name}: {placement} in placements {tuple(placements)} on a mesh of {tuple(sizes)}: split_factor is "
+                f"{wanted}, expected the number of parts that mesh dimensions after it cut before, as fully_shard sets "
+                "it; else a rank's part is not one run of indices"
+            )
+        order.insert(before, axis)
+    return order
+
+
+# ---- verified -----------------------------------------------------------------------------------------------------
+
+
+def check_strided(named: Iterable[tuple[str, Any]]) -> None:
+    """Verifies, with torch's own gathering, that parts under ``_StridedShard`` are the runs that ``box_of`` says.
+
+    ``_StridedShard`` is not documented, so its meaning is not taken for granted. Collective over the tensors' meshes:
+    each gathers the indices of one dimension, once for all tensors that are cut alike.
+    """
+    seen = set()
+    for name, tensor in named:
+        for dim in {p.dim for p in tensor.placements if type(p).__name__ == "_StridedShard"}:
+            placements = tuple(_along(p, dim) for p in tensor.placements)
+            case = (tensor.device_mesh, placements, tensor.shape[dim])
+            if case not in seen:
+                seen.add(case)
+                _check_run(name, tensor, dim, placements)
+
+
+def _along(placement: Any, dim: int) -> Any:
+    """Returns the placement of the indices of dimension ``dim``."""
+    module = sys.modules["torch.distributed.tensor"]
+    if placement.is_replicate() or placement.dim != dim:
+        return module.Replicate()
+    factor = getattr(placement, "split_factor", None)
+    return module.Shard(0) if factor is None else type(placement)(0, split_factor=factor)
+
+
+def _check_run(name: str, tensor: Any, dim: int, placements: Sequence[Any]) -> None:
+    box, size = box_of(name, tensor), int(tensor.shape[dim])
+    mine = torch.arange(box.offsets[dim], box.offsets[dim] + box.lengths[dim], device=local_of(tensor).device)
+    dtensor = sys.modules["torch.distributed.tensor"].DTensor
+    indices = dtensor.from_local(mine, tensor.device_mesh, placements, run_check=False, shape=(size,), stride=(1,))
+    with _without_advice():
+        gathered = indices.full_tensor()
+    if not torch.equal(gathered.cpu(), torch.arange(size, device="cpu")):
+        raise ArgumentError(
+            f"{name}: torch {torch.__version__} gathers dimension {dim} of placements {tuple(tensor.placements)} in "
+            f"another order than expected, {gathered.tolist()[:16]}...; please report this to superoffload"
+        )
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Silences what torch logs about the speed of such a gathering, which here has a few thousand indices."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+# ---- who owns the same part, from the boxes of all ranks ------------------------------------------------------------
+
+Ranks = tuple[int, ...]
+Pair = tuple[tuple[int, ...], tuple[int, ...]]  # the offsets and lengths of a box, as ranks tell them
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Groups the ranks that have the same; each rank is in one group, ascending, and groups go by their first rank.
+
+    An ``OwnersTable`` makes one object for equal groups, so that comparing two costs nothing.
+    """
+
+    groups: tuple[Ranks, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_of", {rank: group for group in self.groups for rank in group})
+
+    def of(self, rank: int) -> Ranks:
+        """Returns the group of ``rank``."""
+        groups: Mapping[int, Ranks] = vars(self)["_of"]
+        return groups[rank]
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Knows for one parameter the boxes of all ranks. ``replicas``: the ranks that own the same elements, whose first
+    one counts where elements must be counted once. A rank with an empty part is a group of its own."""
+
+    boxes: tuple[Box, ...]  # by group
+    replicas: Partition
+
+    def parts(self) -> Iterator[tuple[int, Box]]:
+        """Yields each box that is not empty with the first rank that owns it."""
+        for box, group in zip(self.boxes, self.replicas.groups, strict=True):
+            if box.numel:
+                yield group[0], box
+
+    def writer_of(self, rank: int) -> int | None:
+        """Returns the rank that writes the part of ``rank`` to files: the first of those that own it. None if it is
+        empty, unless the whole parameter is."""
+        group = self.replicas.of(rank)
+        if self.boxes[self.replicas.groups.index(group)].numel:
+            return group[0]
+        return None if any(box.numel for box in self.boxes) else self.replicas.groups[0][0]
+
+
+class OwnersTable:
+    """Makes the ``Owners`` of many parameters. Those that are cut alike share them: a model has a few shapes, and with
+    a thousand ranks each costs milliseconds."""
+
+    def __init__(self) -> None:
+        self._partitions: dict[tuple[Ranks, ...], Partition] = {}
+        self._known: dict[tuple[tuple[int, ...], Ranks, tuple[Pair, ...]], Owners] = {}
+
+    def partition(self, groups: Sequence[Sequence[int]]) -> Partition:
+        key = tuple(tuple(group) for group in groups)
+        return self._partitions.setdefault(key, Partition(key))
+
+    def apart(self, ranks: Ranks, told: Sequence[Pair]) -> Owners:
+        """Returns the owners of parameters that are each rank's own."""
+        return Owners(tuple(Box(*pair) for pair in told), self.partition([[rank] for rank in ranks]))
+
+    def owners(self, name: str, shape: Sequence[int], ranks: Ranks, told: Sequence[Pair]) -> Owners:
+        """Returns the owners of a parameter that ``ranks`` have, ascending; ``told``: the box of each.
+
+        Raises ArgumentError if boxes overlap, or do not cover the parameter.
+        """
+        key = tuple(shape), ranks, tuple(told)
+        if key not in self._known:
+            self._known[key] = self._owners(name, shape, ranks, told)
+        return self._known[key]
+
+    def _owners(self, name: str, shape: Sequence[int], ranks: Ranks, told: Sequence[Pair]) -> Owners:
+        groups: dict[tuple[Pair, int], list[int]] = {}
+        for rank, pair in zip(ranks, told, strict=True):
+            groups.setdefault((pair, -1 if all(pair[1]) else rank), []).append(rank)
+        boxes = {Box(*pair): members for (pair, _), members in groups.items()}
+        found = misfit(shape, boxes)
+        if found is not None:
+            parts = "; ".join(
+                f"rank {', '.join(map(str, boxes[box]))}: {_in_words(box)}" for box in dict.fromkeys(found.boxes)
+            )
+            raise ArgumentError(
+                f"{name}: {found.what} of its shape {tuple(shape)} ({parts}); expected that the ranks own the same "
+                "part, or parts that do not overlap and cover the parameter. Is a mesh, or process_group=, too small?"
+            )
+        return Owners(tuple(Box(*pair) for pair, _ in groups), self.partition(list(groups.values())))
+
+
+def _in_words(box: Box) -> str:
+    return " x ".join(f"{o} to {o + n - 1}" for o, n in zip(box.offsets, box.lengths, strict=True)) or "all"
+
+
+# ---- what this rank holds -------------------------------------------------------------------------------------------
 
 REPLICATED = ("replicate", "shard", "local")
 

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from superoffload.host.control_groups import cpu_quota
-from superoffload.host.system import System, parse_cpu_list
+from superoffload.host.system import System, cpu_quota, parse_cpu_list
 
 # These stay free beside a device for the training thread, autograd's and the two that follow copies.
 _LEFT_BESIDE_DEVICE = 2

@@ -5,13 +5,16 @@ So Ctrl-C, pressed any number of times, leaves no step half-way.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType, TracebackType
-from typing import Any, ParamSpec, TypeAlias
+from typing import Any, ParamSpec, Protocol, TypeAlias
 
 from superoffload.errors import SuperOffloadError
 
@@ -201,3 +204,38 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+# ---- the end of the process -----------------------------------------------------------------------------------------
+# Optimizers are closed when it comes, since their worker threads write to memory that is about to go.
+
+
+class Closable(Protocol):
+    """Has a ``close()`` that may be called more than once."""
+
+    def close(self) -> None: ...
+
+
+_open: weakref.WeakSet[Closable] = weakref.WeakSet()
+_registered = False
+
+
+def close_at_exit(one: Closable) -> None:
+    """Closes the object when the process ends. Holds only a weak reference to it until then."""
+    global _registered
+    if not _registered:  # registered late, since the last registration runs first: before torch's own
+        atexit.register(close_all)
+        _registered = True
+    _open.add(one)
+
+
+def is_closed(one: Closable) -> None:
+    """Forgets the object, since it is closed already."""
+    _open.discard(one)
+
+
+def close_all() -> None:
+    """Closes every object, also where one raises; raises the error once the others are closed."""
+    with ExitStack() as stack:
+        for one in list(_open):
+            stack.callback(one.close)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from superoffload.distributed.kept_reductions import KeptGroup, all_groups
+from superoffload.distributed.fully_shard import KeptGroup, all_groups
 from superoffload.errors import ArgumentError
 from superoffload.optimizer.fp32_accumulation import GradDtypes
 

@@ -12,7 +12,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from superoffload.distributed.setup import RankSetup, qualified_names, set_up_ranks
+from superoffload.distributed.session import RankSetup, qualified_names, set_up_ranks
 from superoffload.engine.bucket import Bucket, GroupHyper, Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.options import EngineOptions, Listener, Recorder

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from superoffload.distributed.kept_reductions import keep_in_fp32, sharded_in_16_bits
+from superoffload.distributed.fully_shard import keep_in_fp32, sharded_in_16_bits
 from superoffload.errors import ArgumentError, StateError
 from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.packed_gradient import packed_in, stand_in_for

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from superoffload.distributed.setup import plain_name
+from superoffload.distributed.session import plain_name
 from superoffload.engine.bucket import GroupHyper
 from superoffload.optimizer.arguments import OF_TORCH, check_group, refuse_in_group, refuse_other_steps
 

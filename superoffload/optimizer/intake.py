@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from superoffload.distributed.fully_shard import await_offload
-from superoffload.distributed.message import NO_INPUTS
+from superoffload.distributed.group import NO_INPUTS
 from superoffload.engine.bucket import Bucket
 from superoffload.engine.engine import Engine
 from superoffload.engine.inbox import PassedBuckets

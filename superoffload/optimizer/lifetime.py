@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import ParamSpec, Protocol
 
 from superoffload.errors import StateError
-from superoffload.host.at_exit import Closable, close_at_exit, is_closed
-from superoffload.host.signals import Alone, Whole, held_signals
+from superoffload.host.signals import Alone, Closable, Whole, close_at_exit, held_signals, is_closed
 
 _Arguments = ParamSpec("_Arguments")
 

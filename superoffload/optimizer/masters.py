@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superoffload.distributed.setup import plain_name
+from superoffload.distributed.session import plain_name
 from superoffload.engine.bucket import Shard
 from superoffload.engine.master_halves import is_rounded
 from superoffload.errors import ArgumentError

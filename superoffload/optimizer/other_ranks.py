@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload.distributed.gather import Spread, gather
-from superoffload.distributed.setup import RankSetup
+from superoffload.distributed.session import RankSetup
 from superoffload.engine.engine import Engine
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import RankError

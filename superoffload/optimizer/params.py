@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from superoffload.distributed.held import Held
 from superoffload.distributed.ownership import Holding
+from superoffload.distributed.rank_checks import Held
 from superoffload.engine.bucket import Shard
 from superoffload.engine.moments import check_axes, noise_stream
 from superoffload.engine.placement import make_state, take_state

@@ -17,8 +17,15 @@ from superoffload import __version__, kernels
 from superoffload.engine.journal import JOURNAL_BYTES_PER_PARAM
 from superoffload.errors import KernelsUnavailable
 from superoffload.host import processors as host
-from superoffload.host.control_groups import cpu_quota, memory_limit, usable_memory
-from superoffload.host.system import System, as_number, format_cpu_list, parse_cpu_list
+from superoffload.host.system import (
+    System,
+    as_number,
+    cpu_quota,
+    format_cpu_list,
+    memory_limit,
+    parse_cpu_list,
+    usable_memory,
+)
 from superoffload.integrations.deepspeed.switch import NEWEST, OLDEST
 from superoffload.tools.output import check_writable, write_json
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 from superoffload.errors import ArgumentError
-from superoffload.host.control_groups import usable_memory
-from superoffload.host.system import System
+from superoffload.host.system import System, usable_memory
 from superoffload.host.text import shown
 
 GB, GIB = 10**9, 1 << 30

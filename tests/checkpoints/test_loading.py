@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from superoffload import AdamW, checkpoints
 from superoffload.checkpoints import loading
 from superoffload.checkpoints.tensor_files import Piece, copy_shared, may_share
-from superoffload.distributed.boxes import Box
+from superoffload.distributed.ownership import Box
 from superoffload.errors import ArgumentError, HostMemoryError, StateError
 from superoffload.optimizer.state import State
 from tests.support.rank_processes import error_of, on_ranks, optimizer_of

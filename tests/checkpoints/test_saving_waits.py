@@ -15,7 +15,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from superoffload import checkpoints
-from superoffload.checkpoints import joining, part_files
+from superoffload.checkpoints import part_files
 from superoffload.checkpoints.tensor_files import TensorFile
 from tests.support.rank_processes import on_ranks, optimizer_of
 from tests.support.saved_ranks import build, step
@@ -59,13 +59,13 @@ def waits(folder: str) -> dict[str, str]:
         with on_rank(1, "folder.read_manifest", mock.Mock(side_effect=AssertionError("the whole manifest"))):
             told["not read"] = save("not-read")
         with on_rank(
-            1, "joining.os.listdir", mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
+            1, "part_files.os.listdir", mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
         ):
             told["not listed"] = save("not-listed")
         # The first rank writes for longer than the time-out: file by file, then nothing at all.
         with on_rank(0, "tensor_files.TensorFile.write", late(0.02, TensorFile.write)):
             told["slow"] = save("slow", timeout=0.5)
-        with on_rank(0, "saving.complete", late(1.2, joining.complete)):
+        with on_rank(0, "saving.complete", late(1.2, part_files.complete)):
             told["silent"] = save("silent", timeout=0.5)
         for name in os.listdir(root):
             checkpoints.load(root / name, model, optimizer)
@@ -107,7 +107,7 @@ def in_a_row(folder: str) -> list[str]:
     model, options = build("fsdp2")
     with optimizer_of(model, **options) as optimizer:
         started = []
-        with on_rank(1, "saving.wait_until_named", late(0.4, joining.wait_until_named)):
+        with on_rank(1, "saving.wait_until_named", late(0.4, part_files.wait_until_named)):
             for seed in range(3):
                 step(model, optimizer, seed)
                 path = f"{folder}/step-{seed}"

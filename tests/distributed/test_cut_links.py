@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from superoffload import AdamW
 from superoffload.checkpoints import save
-from superoffload.distributed.group import Exchange
-from superoffload.distributed.roll_call import RollCall
+from superoffload.distributed.group import Exchange, RollCall
 from superoffload.distributed.session import RankSession
 from tests.convergence.local_ranks import LocalRanks, Outcome
 from tests.support.rank_processes import error_of

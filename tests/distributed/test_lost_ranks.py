@@ -19,9 +19,7 @@ import torch
 import torch.distributed as dist
 
 from superoffload import AdamW, checkpoints
-from superoffload.distributed.group import _GROUPS
-from superoffload.distributed.hosts import Hosts
-from superoffload.distributed.roll_call import RollCall
+from superoffload.distributed.group import _GROUPS, Hosts, RollCall
 from superoffload.distributed.session import RankSession
 from superoffload.errors import RankError
 from tests.convergence.local_ranks import LocalRanks, Outcome

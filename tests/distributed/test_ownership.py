@@ -17,10 +17,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 from superoffload import AdamW
-from superoffload.distributed.boxes import Box, misfit
-from superoffload.distributed.owners import OwnersTable, Pair
-from superoffload.distributed.ownership import dtensor_holding, like_parameter
-from superoffload.distributed.placements import check_strided
+from superoffload.distributed.ownership import (
+    Box,
+    OwnersTable,
+    Pair,
+    check_strided,
+    dtensor_holding,
+    like_parameter,
+    misfit,
+)
 from superoffload.errors import ArgumentError
 from superoffload.host.tensors import local_of
 from tests.support.meshes import LAYOUTS, laid_out, whole_model

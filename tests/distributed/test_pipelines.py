@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.distributed.owners import OwnersTable
-from superoffload.distributed.roster import Listing, Roster
+from superoffload.distributed.ownership import OwnersTable
+from superoffload.distributed.rank_checks import Listing, Roster
 from superoffload.errors import RankError
 from tests.support.meshes import options_of
 from tests.support.pipelines import WAYS, Pipeline, train, train_alone

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from superoffload import AdamW
-from superoffload.distributed.disagreement import odd_ranks
 from superoffload.distributed.group import Gather, RankGroup, rank_timeout
-from superoffload.distributed.held import _sampling
+from superoffload.distributed.rank_checks import _sampling, odd_ranks
 from superoffload.errors import ArgumentError
 from tests.support.rank_faults import train_until_error
 from tests.support.rank_processes import (

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from superoffload import AdamW
-from superoffload.distributed.hosts import Hosts
+from superoffload.distributed.group import Hosts
 from superoffload.distributed.session import RankSession
 from tests.convergence.local_ranks import LocalRanks
 from tests.support.rank_processes import BF16, error_of, net, shard, tokens_of

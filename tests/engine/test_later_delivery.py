@@ -10,7 +10,7 @@ from superoffload.engine.bucket import BucketState, GroupHyper, Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.options import EngineOptions
 from superoffload.errors import WorkerError
-from superoffload.integrations.deepspeed.link import PartitionLink
+from superoffload.integrations.deepspeed.driver import PartitionLink
 from superoffload.links.base import Link
 from superoffload.links.host import HostLink
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from superoffload.errors import ArgumentError
 from superoffload.optimizer import intake
-from superoffload.optimizer.accelerate_window import Window
+from superoffload.optimizer.accumulating import Window
 from superoffload.optimizer.tracked_param import ready_gradients
 from tests.support.host_link import over_host_link
 

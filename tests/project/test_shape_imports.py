@@ -34,9 +34,6 @@ ROWS = (
 USERS_IMPORT = {"adamw", "cpu_adamw", "kernels", "errors", "metrics", "exporter", "timeline"}
 BUILT = {"_native", "_version", "__init__", "__main__"}
 
-# Roles that every backend of links has, in a file of its own.
-ROLES_PER_BACKEND = {"link", "residency"}
-
 import_graph = load_script("import_graph")
 GRAPH = import_graph.imports_of(PACKAGE)
 
@@ -73,7 +70,7 @@ def test_no_file_name_occurs_twice() -> None:
         if path.name != "__init__.py":
             places[path.stem].append(str(path.relative_to(PACKAGE)))
     twice = {name: found for name, found in places.items() if len(found) > 1}
-    assert set(twice) == ROLES_PER_BACKEND, twice
+    assert twice == {}
 
 
 def test_the_picture_in_the_documents_shows_the_imports_as_they_are(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from superoffload.distributed.boxes import Box
+from superoffload.distributed.ownership import Box
 
 
 class PlacedBox(NamedTuple):

@@ -15,8 +15,7 @@ import torch
 
 from superoffload import kernels
 from superoffload.errors import KernelsUnavailable
-from superoffload.host.control_groups import cpu_quota, usable_memory
-from superoffload.host.system import System
+from superoffload.host.system import System, cpu_quota, usable_memory
 from superoffload.tools import doctor
 from superoffload.tools.cli import EXIT_USAGE, main
 from superoffload.tools.doctor import OK, PROBLEM, WARNING, Finding

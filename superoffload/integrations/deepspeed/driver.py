@@ -6,20 +6,124 @@ soon as its few parameters are final, whatever the size of DeepSpeed's sub-group
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from superoffload.engine.bucket import GroupHyper, Shard
+from superoffload.engine.bucket import Bucket, GroupHyper, Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.options import EngineOptions
-from superoffload.engine.placement import Residency
+from superoffload.engine.placement import Placer, Residency
 from superoffload.engine.verdict import Verdict
-from superoffload.integrations.deepspeed.link import PartitionLink
-from superoffload.integrations.deepspeed.residency import GivenPlaces
-from superoffload.links.base import Link
+from superoffload.errors import ArgumentError, KernelsUnavailable
+from superoffload.host.memory import host_empty
+from superoffload.links.base import Link, PackTicket
+from superoffload.links.host import HostLink, SynchronousLink
 from superoffload.optimizer.masters import follow
+
+# ---- the link -------------------------------------------------------------------------------------------------------
+# Gradients stay in DeepSpeed's flat host buffer, parameters go to its partitions.
+
+
+class PartitionLink(SynchronousLink):
+    """Packs gradients in place: the packed gradient is the partition in the flat buffer, so there is no second buffer.
+
+    Writers of the flat buffer must ``retract()`` the shard first. ``pin``: parameters are on a device. ``accelerator``
+    serves the buckets whose state and gradients are on it; this link owns it.
+    """
+
+    def __init__(self, gradient_of: Callable[[Shard], Tensor], *, pin: bool, accelerator: Link | None = None) -> None:
+        """Takes over ``accelerator``; with None no bucket's state is on a device."""
+        super().__init__()
+        self._gradient_of = gradient_of
+        self._pin = pin
+        self._accelerator: Link = accelerator or HostLink()  # one without buckets
+        self.in_streams = self._accelerator.in_streams
+
+    def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
+        super().prepare(buckets, anew=anew)
+        if anew:
+            self.pinned_bytes = 0
+        self._accelerator.prepare([bucket for bucket in buckets if bucket.resident], anew=anew)
+
+    def check_stream(self) -> None:
+        self._accelerator.check_stream()
+
+    def received(self, bucket: Bucket) -> None:
+        if bucket.resident:
+            self._accelerator.received(bucket)
+
+    def attach(self, bucket: Bucket) -> None:
+        gradients = [self._gradient_of(piece.shard)[piece.start : piece.start + piece.numel] for piece in bucket.pieces]
+        if self._pin:
+            shadow = torch.empty(bucket.padded, dtype=bucket.published_dtype, pin_memory=True, device="cpu")
+            self.pinned_bytes += shadow.nbytes
+        else:
+            shadow = host_empty(bucket.padded, bucket.published_dtype)
+        bucket.use_memory(gradients=gradients, shadow=shadow)
+
+    def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
+        if bucket.resident:
+            return self._accelerator.pack(bucket, grads)
+        assert bucket.gradients is not None
+        for piece, here, grad in zip(bucket.pieces, bucket.gradients, grads, strict=True):
+            assert here is not None
+            address = here.data_ptr() - here.element_size() * piece.start
+            assert grad is None or grad.data_ptr() == address, "another gradient buffer"
+        return self.pack_pieces(bucket, grads)
+
+    def close(self) -> None:
+        self._accelerator.close()
+
+
+# ---- DeepSpeed's "ratio" below 1 ------------------------------------------------------------------------------------
+# DeepSpeed chooses the sub-groups whose state stays on the accelerator (the first in forward order, whose gradients
+# come last) and makes their masters there. Their gradients stay there too, and only block sums come down.
+
+
+def resident_sub_groups(devices: Mapping[int, str]) -> frozenset[int]:
+    """Returns the sub-groups that ``subgroup_to_device`` puts on an accelerator; none if that is the CPU."""
+    return frozenset(sub_group for sub_group, device in devices.items() if device != "cpu")
+
+
+def check_resident(masters: Mapping[int, Tensor], published: Mapping[int, Tensor]) -> None:
+    """Checks that masters and parameters share a device: the kernel that steps a master also writes the parameter."""
+    for sub_group, master in masters.items():
+        if published[sub_group].device != master.device:
+            raise ArgumentError(
+                f'"offload_optimizer": "ratio" below 1 together with "offload_param": the parameters of sub-group '
+                f"{sub_group} are on {published[sub_group].device}, their state on {master.device}; set ratio to 1.0"
+            )
+
+
+def accelerator_link(device: torch.device) -> Link:
+    """Makes the link that packs and steps on ``device``. KernelsUnavailable: its kernels could not be compiled."""
+    from superoffload.links.cuda.start import cuda_link  # loads the driver
+
+    link = cuda_link(device, keep_grads=True)
+    if link.residency is None:
+        link.close()
+        raise KernelsUnavailable(
+            '"offload_optimizer": "ratio" below 1: state on the accelerator is stepped by kernels, which could not be '
+            "compiled (see the warning before this); make NVRTC available, or set ratio to 1.0"
+        )
+    return link
+
+
+class GivenPlaces(Placer):
+    """Leaves shards where DeepSpeed has put them."""
+
+    def __init__(self, residency: Residency) -> None:
+        super().__init__(0.0, residency)
+        self.why = "as DeepSpeed's ratio says"
+
+    def choose(self, shards: Sequence[Shard]) -> set[int]:
+        return {shard.index for shard in shards if shard.resident}
+
+
+# ---- partitions and windows -----------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)

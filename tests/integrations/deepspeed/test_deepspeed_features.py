@@ -230,7 +230,7 @@ def train_with_late_gradients(late: bool) -> dict[str, str]:
     accelerator.is_synchronized_device.return_value = not late
     accelerator.Event.side_effect = lambda: mock.Mock(query=lambda: False)  # before step() waits for the stream
     with (
-        mock.patch("superoffload.integrations.deepspeed.stage3.copies.get_accelerator", lambda: accelerator),
+        mock.patch("superoffload.integrations.deepspeed.stage3.gradients.get_accelerator", lambda: accelerator),
         mock.patch.object(Tensor, "record_stream", lambda tensor, stream: None),
     ):
         engine = scenario.engine(OURS, {"speculation": "always"})

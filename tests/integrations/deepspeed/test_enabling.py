@@ -17,8 +17,15 @@ import torch
 import torch.distributed as dist
 
 from superoffload.errors import ArgumentError, StateError
-from superoffload.integrations.deepspeed.config import Options, load, read_options, rewrite, selects_us
-from superoffload.integrations.deepspeed.features import check_arguments, check_optimizer
+from superoffload.integrations.deepspeed.config import (
+    Options,
+    check_arguments,
+    check_optimizer,
+    load,
+    read_options,
+    rewrite,
+    selects_us,
+)
 from superoffload.integrations.deepspeed.lazy_adam import lazy_builder
 from superoffload.integrations.deepspeed.switch import NEWEST, OLDEST, check_version
 from tests.support.checkout import ROOT

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from superoffload.errors import ArgumentError
-from superoffload.integrations.deepspeed import residency
+from superoffload.integrations.deepspeed import driver
+from superoffload.integrations.deepspeed.stage3 import assembly
 from tests.support import emulated_kernels
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import FORMS, SCENARIOS, WAYS, Scenario
@@ -51,7 +52,7 @@ def staying(sub_groups: frozenset[int]) -> Iterator[list[ResidentHostLink]]:
     def chosen(devices: dict[int, str]) -> frozenset[int]:
         return sub_groups & frozenset(devices)
 
-    with mock.patch.multiple(residency, resident_sub_groups=chosen, accelerator_link=link):
+    with mock.patch.multiple(assembly, resident_sub_groups=chosen, accelerator_link=link):
         yield made
 
 
@@ -127,7 +128,7 @@ def test_checkpoints_fit_any_ratio(
 
 
 def test_which_sub_groups_stay_and_what_is_refused() -> None:
-    assert residency.resident_sub_groups({0: "cuda", 1: "cuda", 2: "cpu"}) == {0, 1}
+    assert driver.resident_sub_groups({0: "cuda", 1: "cuda", 2: "cpu"}) == {0, 1}
     master, published = (SimpleNamespace(device=torch.device(where)) for where in ("cuda:0", "cpu"))
     with pytest.raises(ArgumentError, match=r"offload_param.*sub-group 1.*set ratio to 1\.0"):
-        residency.check_resident({1: master}, {1: published})  # type: ignore[dict-item]
+        driver.check_resident({1: master}, {1: published})  # type: ignore[dict-item]

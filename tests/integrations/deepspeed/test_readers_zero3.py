@@ -79,7 +79,7 @@ def _moved(engine: Any) -> list[Tensor]:
     """DeepSpeed's state offload of the published parameters, and back."""
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
-    from superoffload.integrations.deepspeed.stage3.shards import numel_here
+    from superoffload.integrations.deepspeed.stage3.assembly import numel_here
 
     engine.optimizer.offload_states(include=[OffloadStateTypeEnum.lp_params], pin_memory=False)
     group = engine.optimizer.dp_process_group
@@ -143,7 +143,7 @@ def test_before_0_19_8_parameters_are_gathered_one_by_one(monkeypatch: pytest.Mo
     """A blocking gather of several waited for the last of them only, and gloo ends them in any order."""
     import deepspeed
 
-    from superoffload.integrations.deepspeed.whole_parameters import Readers, gathers_wait_for_the_last_only
+    from superoffload.integrations.deepspeed.partitions import Readers, gathers_wait_for_the_last_only
 
     for release, waits_for_last in (("0.18.0", True), ("0.19.7+cpu", True), ("0.19.8", False), ("0.20.0", False)):
         monkeypatch.setattr(deepspeed, "__version__", release)

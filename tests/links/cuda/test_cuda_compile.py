@@ -13,9 +13,7 @@ import torch
 
 from superoffload.errors import ArgumentError, KernelsUnavailable
 from superoffload.links.cuda import compile as compiling
-from superoffload.links.cuda import nvrtc
-from superoffload.links.cuda.compile import compile_kernels
-from superoffload.links.cuda.nvrtc import CompileError, Nvrtc, Program
+from superoffload.links.cuda.compile import CompileError, Nvrtc, Program, compile_kernels
 from superoffload.links.cuda.start import LIBRARY_VARIABLE, cuda_link, kernels_for
 from tests.support.fake_cuda import IMAGE, Fake, FakeDevice
 
@@ -49,7 +47,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 def offer(monkeypatch: pytest.MonkeyPatch, *compilers: Nvrtc) -> None:
     """These are what is found."""
-    monkeypatch.setattr(nvrtc, "find", lambda refusals: iter(compilers))
+    monkeypatch.setattr(compiling, "find_compilers", lambda refusals: iter(compilers))
 
 
 def test_options_forbid_what_changes_bits(compiler: Compiler, tmp_path: Path) -> None:
@@ -150,9 +148,9 @@ class Places:
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
     made = Places(tmp_path)
     wheels = SimpleNamespace(submodule_search_locations=[str(made.nvidia)])
-    monkeypatch.setattr(nvrtc, "find_spec", lambda name: wheels)
+    monkeypatch.setattr(compiling, "find_spec", lambda name: wheels)
     monkeypatch.setattr(torch, "__file__", str(made.torch.parent / "__init__.py"))
-    monkeypatch.setattr("superoffload.links.cuda.nvrtc.ctypes.CDLL", made.open)
+    monkeypatch.setattr("superoffload.links.cuda.compile.ctypes.CDLL", made.open)
     monkeypatch.setenv("CUDA_HOME", str(made.toolkit))
     return made
 
@@ -166,7 +164,7 @@ def test_that_of_torchs_cuda_comes_first(
     nvidia = places.nvidia
     places.put(nvidia / "cuda_nvrtc" / "lib", "libnvrtc.so.12", "libnvrtc-builtins.so.12.8", "libnvrtc.alt.so.12")
     places.put(nvidia / "cu13" / "lib", "libnvrtc.so.13", "libnvrtc-builtins.so.13.0", "libcudart.so.13")
-    found = [Path(one.name).relative_to(nvidia).parts for one in nvrtc.find([])]
+    found = [Path(one.name).relative_to(nvidia).parts for one in compiling.find_compilers([])]
     assert len(found) == 2 and found[0][0] == first
     assert {parts[-1] for parts in found} == {"libnvrtc.so.12", "libnvrtc.so.13"}
     opened = [Path(name).name for name in places.opened]
@@ -177,7 +175,7 @@ def test_in_torchs_own_folder_and_in_a_toolkit(places: Places) -> None:
     places.put(places.torch, "libnvrtc-672ee683.so.12.1", "libtorch.so")
     places.put(places.toolkit / "lib64", "libnvrtc.so.12.8.93")
     (places.toolkit / "lib64" / "libnvrtc.so.12").symlink_to("libnvrtc.so.12.8.93")
-    names = [Path(one.name).name for one in nvrtc.find([])]
+    names = [Path(one.name).name for one in compiling.find_compilers([])]
     assert names == ["libnvrtc-672ee683.so.12.1", "libnvrtc.so.12.8.93"], "torch's own and a toolkit's, each once"
 
 
@@ -185,7 +183,7 @@ def test_without_nvrtc_it_says_what_was_tried(places: Places, tmp_path: Path) ->
     with pytest.raises(KernelsUnavailable, match=r"superoffload\[cuda13\]") as caught:
         compile_kernels("sm_90", cache=tmp_path)
     tried = str(caught.value).partition("Tried: ")[2]
-    for folder in nvrtc.folders():
+    for folder in compiling.folders():
         assert str(folder) in tried
     assert "libnvrtc.so.13: cannot open" in tried and "libnvrtc.so.12: cannot open" in tried
     places.put(places.torch, "libnvrtc.so.11")
@@ -217,7 +215,7 @@ def test_a_link_for_a_torch_device(fake: Fake, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_nvrtc_compiles_the_kernels(tmp_path: Path) -> None:
-    compiler = next(nvrtc.find([]), None)
+    compiler = next(compiling.find_compilers([]), None)
     if compiler is None:
         pytest.skip("needs NVRTC (pip install nvidia-cuda-nvrtc)")
     program, options = compiling.load_program()

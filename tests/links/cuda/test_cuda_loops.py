@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from superoffload import AdamW
-from superoffload.optimizer.accelerate_window import Window
+from superoffload.optimizer.accumulating import Window
 from tests.support.adamw_training import batch, model_of
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
 from tests.support.freed_gradients import NEEDED_AGAIN, OPTIONS, taken_back

@@ -2,20 +2,225 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor
 
-from superoffload.engine.bucket import GroupHyper
-from superoffload.errors import StateError
-from superoffload.integrations.deepspeed.features import hyper_of
+from superoffload.engine.bucket import GroupHyper, Shard
+from superoffload.engine.moments import EXP_AVG, EXP_AVG_SQ, read_moment, shown_dtype, stored_numel, write_moment
+from superoffload.engine.placement import slab_of_zeros
+from superoffload.errors import ArgumentError, StateError
+from superoffload.host.bits import all_finite
+from superoffload.integrations.deepspeed.config import hyper_of
 from superoffload.integrations.deepspeed.stage3.stock import StockStage3
-from superoffload.integrations.deepspeed.stage3.sub_group_state import MOMENTS, SubGroupState
+
+# ---- masters and moments of a sub-group, shown flat, as DeepSpeed lays them out -------------------------------------
+
+MOMENTS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+MASTER = "master"
+
+
+class StateOfCopies(UserDict[str, Tensor]):
+    """Shows the state of a parameter that keeps some of it in other forms: each read of those makes a copy.
+
+    It keeps no copy, also where a framework puts one back: Lightning reads and writes every entry. Its own copies and
+    pickles are dictionaries of that moment, which ``torch.load`` reads.
+    """
+
+    def __init__(self, rest: dict[str, Tensor], copies: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._copies = copies
+        super().__init__()
+        self.data = {**rest, **dict.fromkeys(copies, torch.empty(0, device="cpu"))}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._copies[name]() if name in self._copies else super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        if name not in self._copies:
+            self.data[name] = value
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __copy__(self) -> Any:
+        return dict(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Says where a partition is in the flat buffers of its sub-group: ``size`` elements with the padding behind it."""
+
+    offset: int
+    size: int
+    numel: int
+
+    @property
+    def elements(self) -> slice:
+        return slice(self.offset, self.offset + self.numel)
+
+    @property
+    def padding(self) -> slice:
+        return slice(self.offset + self.numel, self.offset + self.size)
+
+
+class SubGroupState:
+    """Owns the state of a sub-group's partitions.
+
+    fp32 masters are DeepSpeed's flat buffer, fp32 and bf16 moments are flat buffers like it: these are shown. Of other
+    forms readers get copies, and the flat buffer of split masters has memory only while DeepSpeed loads.
+    """
+
+    def __init__(
+        self, flat: Tensor, places: Sequence[Place], *, moments: torch.dtype, split: bool, device: torch.device | None
+    ) -> None:
+        """Takes DeepSpeed's fp32 masters, ``flat``. ``moments``: their dtype, uint8 for 8-bit ones. ``device``: where
+        the state is; None: in host memory."""
+        self._master = flat
+        self._numel = flat.numel()
+        self._places = places
+        self._members: dict[int, tuple[Place, Shard]] = {}  # by index of the shard, in the flat order
+        self.split = split
+        if split:
+            self.masters = slab_of_zeros([place.numel for place in places], torch.int16, device)
+            self.hide_masters()
+        else:
+            self.masters = [flat.data[place.elements] for place in places]
+            for place in places:  # DeepSpeed leaves the padding uninitialized: checkpoints would differ
+                flat.data[place.padding].zero_()
+        self._flat: dict[str, Tensor] = {}  # moments that are kept flat
+        self.moments: dict[str, list[Tensor]] = {}  # of each partition
+        for name in MOMENTS:
+            if moments == torch.uint8:
+                lengths = [stored_numel(place.numel, moments) for place in places]
+                self.moments[name] = slab_of_zeros(lengths, moments, device)
+            else:
+                (self._flat[name],) = slab_of_zeros([self._numel], moments, device)
+                self.moments[name] = [self._flat[name][place.elements] for place in places]
+
+    def add(self, shard: Shard) -> None:
+        """Adds the shard of the next partition, which has the state that this object made for it."""
+        self._members[shard.index] = self._places[len(self._members)], shard
+
+    # ---- shown ----------------------------------------------------------------------------------------------------
+
+    def shown(self, step: Any) -> MutableMapping[str, Any]:
+        """Returns the entry of this sub-group in the state of torch's optimizer."""
+        copies = {name: self._reader(name) for name in MOMENTS if name not in self._flat}
+        plain: dict[str, Any] = {"step": step, **self._flat}
+        return StateOfCopies(plain, copies) if copies else plain
+
+    def _reader(self, name: str) -> Callable[[], Tensor]:
+        return lambda: self.whole(name)
+
+    def whole(self, name: str) -> Tensor:
+        """Returns a moment or MASTER, flat, in fp32 or bf16: itself, or a copy with zeros as padding."""
+        if name in self._flat:
+            return self._flat[name]
+        if name == MASTER and not self.split:
+            return self._master.data
+        dtype = torch.float32 if name == MASTER else shown_dtype(torch.uint8)
+        found = torch.zeros(self._numel, dtype=dtype, device=self._device)
+        for place, shard in self._members.values():
+            found[place.elements] = _read(shard, name)
+        return found
+
+    def partition(self, shard: Shard, name: str) -> Tensor:
+        """Returns a moment or MASTER of one partition in fp32, with its padding; perhaps as a view."""
+        place, _ = self._members[shard.index]
+        flat = self._master.data if name == MASTER and not self.split else self._flat.get(name)
+        if flat is not None and flat.dtype == torch.float32:
+            return flat[place.offset : place.offset + place.size]
+        found = torch.zeros(place.size, dtype=torch.float32, device=self._device)
+        found[: place.numel] = _read(shard, name)
+        return found
+
+    @property
+    def _device(self) -> torch.device:
+        return self.masters[0].device
+
+    def placeholder(self, name: str) -> Tensor:
+        """Returns a tensor that stands for a moment while others may replace it: the flat one, or an empty one."""
+        return self._flat[name] if name in self._flat else torch.empty(0, device="cpu")
+
+    # ---- written --------------------------------------------------------------------------------------------------
+
+    def check(self, name: str, flat: Tensor) -> None:
+        """Raises ArgumentError where ``flat``, with padding, has values that this form of a moment has no bits for."""
+        for place, shard in self._members.values():
+            check_values(shard, name, flat[place.elements])
+
+    def write(self, name: str, flat: Tensor) -> None:
+        """Overwrites a moment of all partitions by ``flat``, with padding."""
+        for place, shard in self._members.values():
+            overwrite(shard, name, flat[place.elements])
+
+    def clear(self, name: str) -> None:
+        """Makes a moment zero, as before the first step."""
+        for stored in self.moments[name]:
+            stored.zero_()
+
+    # ---- split masters while DeepSpeed reads or writes its flat buffer --------------------------------------------
+
+    def show_masters(self) -> None:
+        """Fills DeepSpeed's flat buffer with the fp32 masters."""
+        if self.split:
+            self._master.data = self.whole(MASTER)
+
+    def take_masters(self) -> None:
+        """Takes over what the flat buffer has, publishes its upper halves, and gives its memory up."""
+        if not self.split:
+            return
+        for place, shard in self._members.values():
+            shard.write_masters(self._master.data[place.elements])
+            assert shard.upper is not None
+            shard.target().copy_(shard.upper.read())  # DeepSpeed rounds ties to even, split masters away from zero
+        self.hide_masters()
+
+    def hide_masters(self) -> None:
+        """Gives up the memory of the flat buffer, whatever it has."""
+        if self.split:
+            self._master.data = torch.empty(0, dtype=torch.float32, device=self._master.device)
+
+
+def _read(shard: Shard, name: str) -> Tensor:
+    if name == MASTER:
+        return shard.read_masters()
+    return read_moment(_stored(shard, name), shard.numel, MOMENTS[name])
+
+
+def _stored(shard: Shard, name: str) -> Tensor:
+    return shard.exp_avg if name == "exp_avg" else shard.exp_avg_sq
+
+
+def check_values(shard: Shard, name: str, values: Tensor) -> None:
+    """Raises ArgumentError where 8-bit moments cannot take ``values``, flat: NaN, infinite, exp_avg_sq below 0."""
+    if name == MASTER or _stored(shard, name).dtype != torch.uint8:
+        return
+    if not all_finite(values) or (name == "exp_avg_sq" and bool((values < 0).any())):
+        raise ArgumentError(
+            f"{shard.name}: {name} has NaN or infinite values, or, as exp_avg_sq, values below 0; 8-bit moments cannot"
+        )
+
+
+def overwrite(shard: Shard, name: str, values: Tensor) -> None:
+    """Overwrites a moment, or the master, of one partition by flat ``values`` without padding."""
+    values = values.detach().to(torch.float32)
+    if name == MASTER:
+        shard.write_masters(values)
+    else:
+        write_moment(_stored(shard, name), shard.numel, MOMENTS[name], [(0, values)])
+
+
+# ---- the optimizer --------------------------------------------------------------------------------------------------
 
 
 class InnerOptimizer:

@@ -18,11 +18,17 @@ from torch import Tensor
 from superoffload.errors import StateError
 from superoffload.host.environment import check_environment
 from superoffload.host.signals import held_signals
-from superoffload.integrations.deepspeed.config import Options, load, read_options
-from superoffload.integrations.deepspeed.features import check_arguments, check_groups_alike, check_optimizer
+from superoffload.integrations.deepspeed.config import (
+    Options,
+    check_arguments,
+    check_groups_alike,
+    check_optimizer,
+    load,
+    read_options,
+)
+from superoffload.integrations.deepspeed.partitions import gather_together
 from superoffload.integrations.deepspeed.stage3.assembly import Closed, Given, Parts, assemble
 from superoffload.integrations.deepspeed.stage3.stock import trained
-from superoffload.integrations.deepspeed.whole_parameters import gather_together
 from superoffload.optimizer.lifetime import Lifetime
 
 

@@ -12,12 +12,11 @@ from superoffload.engine.bucket import Shard
 from superoffload.errors import ArgumentError, StateError
 from superoffload.host.signals import held_signals
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver
-from superoffload.integrations.deepspeed.stage3.agreement import Ranks
-from superoffload.integrations.deepspeed.stage3.gradients import Gradients
-from superoffload.integrations.deepspeed.stage3.inner_optimizer import InnerOptimizer
-from superoffload.integrations.deepspeed.stage3.sub_group_state import (
+from superoffload.integrations.deepspeed.stage3.gradients import Gradients, Ranks
+from superoffload.integrations.deepspeed.stage3.inner_optimizer import (
     MASTER,
     MOMENTS,
+    InnerOptimizer,
     SubGroupState,
     check_values,
     overwrite,
