@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from superoffload.adamw import AdamW
 
-MODEL = {"width": 96, "layers": 4, "window": 32, "batch": 8, "micro_batches": 2}
+MODEL = {"width": 64, "layers": 3, "window": 16, "batch": 4, "micro_batches": 2}
 BUCKET_NUMEL = 1 << 14  # so that a step of this small model has many buckets
 # How a speculated bucket can end; the troubles below cause each of them.
 OUTCOMES = {

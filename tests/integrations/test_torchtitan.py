@@ -22,8 +22,8 @@ FP32 = ["--training.mixed_precision_param", "float32"]  # bf16 takes ten times a
 BF16 = ["--training.mixed_precision_param", "bfloat16"]
 PARALLEL = "--parallelism."
 # layout: model, degrees
-EVERY_TIME: dict[str, tuple[str, dict[str, Any]]] = {
-    "fsdp2": ("llama", {}),
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fsdp2": ("llama", {}),  # in every run; the others in turn
     "pp2_interleaved": ("llama", {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}),
     "ep2": ("deepseek", {"expert_parallel_degree": 2}),
 }
@@ -42,7 +42,7 @@ Seen = dict[str, dict[str, Any]]
 
 
 def arguments(layout: str, *more: str) -> list[str]:
-    model, degrees = {**EVERY_TIME, **TWO_RANKS, **FOUR_RANKS}[layout]
+    model, degrees = {**LAYOUTS, **TWO_RANKS, **FOUR_RANKS}[layout]
     chosen = [text for name, value in degrees.items() for text in (PARALLEL + name, str(value))]
     precision = [] if BF16[0] in more else FP32
     return ["--config", model, "--debug.seed", "1", "--training.steps", str(STEPS), *precision, *chosen, *more]
@@ -74,11 +74,13 @@ TWICE = ["--training.global_batch_size", "16"]  # 2 ranks, 4 each, 2 times
 BF16_STATE = ["--optimizer.implementation", "fused_opt_states_bf16"]
 UNCLIPPED = ["--training.max_norm", "inf"]
 OTHER_OPTIONS = [*UNCLIPPED, *BF16_STATE, *BF16, "--metrics.log_freq", "4"]
-CASES = {name: given for layout in EVERY_TIME for name, given in three_ways(layout).items()}
-CASES |= {
+CORE = {
     "fsdp2 stock": fsdp2(*saving("stock")),
+    "fsdp2 never": fsdp2(*offload(METRICS, speculation="never")),
     "fsdp2 always": fsdp2(*saving("ours"), *offload(METRICS, speculation="always")),
     "ours resumed": fsdp2(*saving("ours", *RESUMED), *offload()),
+}
+OTHERS = {name: given for layout in list(LAYOUTS)[1:] for name, given in three_ways(layout).items()} | {
     "ours from stock": fsdp2(*saving("stock", *RESUMED), *offload()),
     "stock from ours": fsdp2(*saving("ours", *RESUMED)),
     "on demand": fsdp2(*saving("demand"), *offload(delivery="on_demand")),
@@ -116,8 +118,18 @@ def train(folder: Path, ranks: int, cases: dict[str, list[str]]) -> list[Seen]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
-    return train(tmp_path_factory.mktemp("two"), 2, CASES | ERRORS)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[Seen]:
+    return train(folder, 2, CORE | ERRORS)
+
+
+@pytest.fixture(scope="module")
+def all_of_two(folder: Path, two: list[Seen]) -> list[Seen]:
+    return [core | others for core, others in zip(two, train(folder, 2, OTHERS), strict=True)]
 
 
 def check_layout(seen: Seen, layout: str) -> None:
@@ -138,9 +150,23 @@ def check_layout(seen: Seen, layout: str) -> None:
     assert always["metrics"][-1]["superoffload/clip_rate"] == 1
 
 
-@pytest.mark.parametrize("layout", EVERY_TIME)
-def test_same_bits_with_and_without_speculation_and_torchtitans_curve(layout: str, two: list[Seen]) -> None:
+def test_same_bits_with_and_without_speculation_and_torchtitans_curve(two: list[Seen]) -> None:
+    """And a run that resumes has the bits of one that was not interrupted."""
     for seen in two:
+        check_layout(seen, "fsdp2")
+        ours, resumed = seen["fsdp2 always"], seen["ours resumed"]
+        assert resumed["digests"] == ours["digests"]
+        assert resumed["losses"] == ours["losses"][2:]
+        assert "state_dict: nothing under 'state." in resumed["refusal"]
+
+
+IN_TURN = pytest.mark.in_turn("torchtitan's layouts")
+
+
+@IN_TURN
+@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
+def test_layouts_of_two_ranks(layout: str, all_of_two: list[Seen]) -> None:
+    for seen in all_of_two:
         check_layout(seen, layout)
 
 
@@ -153,25 +179,24 @@ def test_other_layouts(ranks: int, layouts: dict[str, Any], tmp_path: Path) -> N
             check_layout(seen, layout)
 
 
-def test_checkpoints_resume_to_the_bit_and_change_places_with_torchtitans(two: list[Seen]) -> None:
-    """And another mesh loads one whole."""
-    expected = two[0]["on demand"]["digests"]
-    for seen in two:
-        stock, ours, resumed = seen["fsdp2 stock"], seen["fsdp2 always"], seen["ours resumed"]
-        assert resumed["digests"] == ours["digests"] == seen["on demand"]["digests"]
-        assert resumed["losses"] == ours["losses"][2:]
-        assert "state_dict: nothing under 'state." in resumed["refusal"]
+@IN_TURN
+def test_checkpoints_change_places_with_torchtitans_and_other_meshes_load_them(all_of_two: list[Seen]) -> None:
+    expected = all_of_two[0]["on demand"]["digests"]
+    for seen in all_of_two:
+        stock = seen["fsdp2 stock"]
+        assert seen["fsdp2 always"]["digests"] == seen["on demand"]["digests"]
         for other in ("ours from stock", "stock from ours"):
             assert seen[other]["losses"] == pytest.approx(stock["losses"][2:], rel=1e-3)
             assert seen[other]["squares"] == pytest.approx(stock["squares"], rel=1e-3)
         assert seen["tp2 from on demand"]["digests"] == seen["on demand"]["digests"] == expected
-    stages = [seen["pp2 from on demand"]["digests"] for seen in two]
+    stages = [seen["pp2 from on demand"]["digests"] for seen in all_of_two]
     assert {**stages[0], **stages[1]} == expected
     assert not stages[0].keys() & stages[1].keys()
 
 
-def test_accumulated_gradients_and_options(two: list[Seen]) -> None:
-    for seen in two:
+@IN_TURN
+def test_accumulated_gradients_and_options(all_of_two: list[Seen]) -> None:
+    for seen in all_of_two:
         stock, never, always = (seen[f"twice {way}"] for way in ("stock", "never", "always, own norm"))
         assert always["digests"] == never["digests"]
         assert never["losses"] == pytest.approx(stock["losses"], rel=1e-3)

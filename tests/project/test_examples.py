@@ -129,7 +129,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "finetune": (*FINETUNE, "--speculation", "always"),
     "finetune by trainer": (*FINETUNE, "--speculation", "never", "--trainer"),
     "finetune in bfloat16": (*FINETUNE, "--dtype", "bfloat16", "--steps", "2", "--batch", "4", "--held-out", "8"),
-    "fsdp2": (*FSDP2, "2", "fsdp2.py", "--text", "{text}", "--out", "{out}", "--steps", "12", "--save-steps", "6"),
+    "fsdp2": (*FSDP2, "2", "fsdp2.py", "--text", "{text}", "--out", "{out}", "--steps", "6", "--save-steps", "3"),
     "plain": PLAIN,
     "trainer": ("trainer.py", "--text", "{text}", "--out", "{out}", "--family", "gpt-oss", "--steps", "12"),
     "grpo": ("grpo.py", "--text", "{text}", "--out", "{out}"),
@@ -164,9 +164,9 @@ def test_fsdp2(output: Script, text: str, folders: dict[str, Path]) -> None:
     found = losses(output("fsdp2"))
     folder = folders["fsdp2"]
     assert found[-1] < found[0]
-    assert sorted(path.name for path in folder.iterdir()) == ["step-12", "step-6"]
-    common = ["fsdp2.py", "--text", text, "--out", str(folder), "--save-steps", "16"]
-    more = run(*FSDP2, "1", *common, "--steps", "16", "--resume")
+    assert sorted(path.name for path in folder.iterdir()) == ["step-3", "step-6"]
+    common = ["fsdp2.py", "--text", text, "--out", str(folder), "--save-steps", "8"]
+    more = run(*FSDP2, "1", *common, "--steps", "8", "--resume")
     assert losses(more)[-1] < found[0]
 
 

@@ -52,6 +52,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.in_turn("gpu rehearsal")
 @pytest.mark.timeout(900)
 def test_all_of_it_killed_once(copied: Path) -> None:
     results = copied / "out" / suite.NAME
