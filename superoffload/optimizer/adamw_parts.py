@@ -185,7 +185,7 @@ def assemble(lasting: Lasting, params: Sequence[Tensor], kept: Mapping[Tensor, T
     owned = Params(engine_setup, given, groups, lasting.views, kept)
     compare_interval = BitCompareInterval(advice)
     master_updates = MasterUpdates(engine, compare_interval)
-    ranks = other_ranks(engine_setup.ranks, engine, owned, verdicts, master_updates)
+    ranks = other_ranks(engine_setup.ranks, engine, owned, master_updates)
     delivery: Delivery = (
         OnDemand(lifetime, engine, owned, compare_interval, given.model, params)
         if given.on_demand

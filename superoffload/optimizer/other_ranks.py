@@ -5,7 +5,8 @@ Gradients of a ``DistributedDataParallel`` are final once it has reduced them ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
@@ -16,14 +17,12 @@ from superoffload.distributed.gather import Spread, gather
 from superoffload.distributed.session import RankSetup
 from superoffload.engine.engine import Engine
 from superoffload.engine.verdict import Verdict
-from superoffload.errors import RankError
 from superoffload.host.signals import Alone
 from superoffload.optimizer.gradient_source import gradient_of
 from superoffload.optimizer.lifetime import weakly
 from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.tracked_param import find_edits
-from superoffload.optimizer.verdict_terms import LossScale, VerdictTerms
 
 if TYPE_CHECKING:
     from superoffload.distributed.session import RankSession
@@ -98,16 +97,11 @@ def _no_taker() -> None:
 # ---- the verdict ----------------------------------------------------------------------------------------------------
 
 
-class Prepares(Protocol):
-    """Prepares a verdict, or abandons the step."""
-
-    def take_stock(self, scale: LossScale) -> None: ...
-    def settings(self) -> dict[str, Any]: ...
-    def abandon(self) -> None: ...
-
-
 class Ranks(Protocol):
-    """Shares one verdict between ranks. ``session`` None: this process decides alone."""
+    """Shares one verdict between ranks. ``session`` None: this process decides alone.
+
+    Inside ``deciding()`` a rank takes stock, calls ``agree_on()`` with its settings, and decides.
+    """
 
     @property
     def setup(self) -> RankSetup: ...
@@ -118,7 +112,8 @@ class Ranks(Protocol):
     def loaded(self) -> None: ...
     def look(self) -> None: ...
     def leave(self) -> None: ...
-    def decide(self, step: Prepares, scale: LossScale) -> Verdict | None: ...
+    def deciding(self) -> AbstractContextManager[None]: ...
+    def agree_on(self, settings: Mapping[str, Any], *, found_inf: bool) -> None: ...
     def gather(self, what: str, spreads: Sequence[Spread]) -> None: ...
     def gather_updates(self) -> None: ...
     def conclude(self, verdict: Verdict) -> None: ...
@@ -129,11 +124,9 @@ class NoOtherRanks:
 
     session: RankSession | None = None
 
-    def __init__(self, setup: RankSetup, engine: Engine, params: Params, verdicts: VerdictTerms) -> None:
+    def __init__(self, setup: RankSetup, params: Params) -> None:
         self.setup = setup
-        self._engine = engine
         self._params = params
-        self._verdicts = verdicts
 
     def announce(self) -> None:
         self._params.take_fresh()
@@ -146,14 +139,10 @@ class NoOtherRanks:
 
     def leave(self) -> None: ...
 
-    def decide(self, step: Prepares, scale: LossScale) -> Verdict | None:
-        """Decides the verdict; returns None without any gradient."""
-        step.take_stock(scale)
-        if not self._engine.is_filling:
-            return None
-        verdicts = self._verdicts
-        verdict = self._engine.decide(unscale=verdicts.unscale, max_grad_norm=verdicts.max_grad_norm)
-        return verdict._replace(found_inf=True) if scale.saw_inf else verdict
+    def deciding(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def agree_on(self, settings: Mapping[str, Any], *, found_inf: bool) -> None: ...
 
     def gather(self, what: str, spreads: Sequence[Spread]) -> None: ...
 
@@ -171,14 +160,12 @@ class OtherRanks:
         setup: RankSetup,
         engine: Engine,
         params: Params,
-        verdicts: VerdictTerms,
         master_updates: MasterUpdates,
     ) -> None:
         self.session = session
         self.setup = setup
         self._engine = engine
         self._params = params
-        self._verdicts = verdicts
         self._master_updates = master_updates
         self._look_is_due = False
         self._is_known = False  # to the other ranks
@@ -206,22 +193,20 @@ class OtherRanks:
 
     # ---- the step ---------------------------------------------------------------------------------------------
 
-    def decide(self, step: Prepares, scale: LossScale) -> Verdict | None:
-        """Decides the same verdict as all ranks; or the step is abandoned and all ranks raise RankError."""
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Tells the other ranks of an error inside, so that none of them waits for this one."""
         self._engine.tail.settle()  # each rank sends samples of masters
         self.session.begin()
         try:
-            step.take_stock(scale)
-            self.session.agree_on(step.settings(), found_inf=scale.saw_inf)
-            verdicts = self._verdicts
-            return self._engine.decide(
-                unscale=verdicts.unscale, max_grad_norm=verdicts.max_grad_norm, exchange=self.session
-            )
-        except BaseException as error:
+            yield
+        except BaseException:
             self.session.fail()
-            if isinstance(error, RankError):
-                step.abandon()
             raise
+
+    def agree_on(self, settings: Mapping[str, Any], *, found_inf: bool) -> None:
+        """Has the exchange of the verdict compare ``settings``, and tell the others of ``found_inf``."""
+        self.session.agree_on(settings, found_inf=found_inf)
 
     def gather(self, what: str, spreads: Sequence[Spread]) -> None:
         if spreads:
@@ -264,10 +249,8 @@ class OtherRanks:
         self.session.look()
 
 
-def other_ranks(
-    setup: RankSetup, engine: Engine, params: Params, verdicts: VerdictTerms, master_updates: MasterUpdates
-) -> Ranks:
+def other_ranks(setup: RankSetup, engine: Engine, params: Params, master_updates: MasterUpdates) -> Ranks:
     """Chooses whether this process decides alone or with the ranks of a session."""
     if setup.session is None:
-        return NoOtherRanks(setup, engine, params, verdicts)
-    return OtherRanks(setup.session, setup, engine, params, verdicts, master_updates)
+        return NoOtherRanks(setup, params)
+    return OtherRanks(setup.session, setup, engine, params, master_updates)

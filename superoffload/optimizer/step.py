@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from superoffload.engine.engine import Engine
-from superoffload.errors import HostMemoryError, WorkerError
+from superoffload.engine.verdict import Verdict
+from superoffload.errors import HostMemoryError, RankError, WorkerError
 from superoffload.host.tensors import untraced
 from superoffload.optimizer.advice import Advice, IdleSteps
 from superoffload.optimizer.delivery import Delivery
@@ -56,8 +57,17 @@ class Step:
 
     @untraced
     def run(self, scale: LossScale) -> None:
-        """Decides a verdict, alone or with other ranks, has the engine act on it, and gathers parts of other ranks."""
-        verdict = self._ranks.decide(self, scale)
+        """Takes stock, decides a verdict, acts on it and delivers, and remembers what the next step compares.
+
+        Where ranks cannot decide, all of them abandon the step and raise RankError."""
+        try:
+            with self._ranks.deciding():
+                self._take_stock(scale)
+                self._ranks.agree_on(self._settings(), found_inf=scale.saw_inf)
+                verdict = self._decide(found_inf=scale.saw_inf)
+        except RankError:
+            self.abandon()
+            raise
         if verdict is None:
             self._idle.without_gradients(len(self._groups.params()))
             self._verdicts.without_gradients()
@@ -90,7 +100,7 @@ class Step:
 
     # ---- before the verdict -----------------------------------------------------------------------------------
 
-    def take_stock(self, scale: LossScale) -> None:
+    def _take_stock(self, scale: LossScale) -> None:
         """Brings the engine up to date with the user's gradients and parameters."""
         engine = self._engine
         if engine.link.in_streams:
@@ -114,7 +124,7 @@ class Step:
         self._edits.collect()
         self._params.check_apart()
 
-    def settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """Returns the settings that must be the same on all ranks."""
         return {
             **self._groups.settings(),
@@ -122,6 +132,17 @@ class Step:
             "accumulate_dtype": "fp32" if self._fp32_sums else None,
             "factor that takes the loss scale out": self._verdicts.unscale,
         }
+
+    def _decide(self, *, found_inf: bool) -> Verdict | None:
+        """Decides the verdict, the same as all ranks; None if no rank has a gradient. ``found_inf``: a scaler saw a NaN
+        or an infinity; with other ranks they know it from ``agree_on()``."""
+        terms, session = self._verdicts, self._ranks.session
+        if session is not None:
+            return self._engine.decide(unscale=terms.unscale, max_grad_norm=terms.max_grad_norm, exchange=session)
+        if not self._engine.is_filling:
+            return None
+        verdict = self._engine.decide(unscale=terms.unscale, max_grad_norm=terms.max_grad_norm)
+        return verdict._replace(found_inf=True) if found_inf else verdict
 
     def _advise_of_held(self) -> None:
         held = self._engine.speculator.held

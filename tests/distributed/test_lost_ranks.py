@@ -49,7 +49,7 @@ def plant(how: str, model: Net, optimizer: Any) -> Any:
         # Right before its message goes out: the other rank waits for it.
         return mock.patch.object(RankSession, "start", lambda session, sums: die())
     if how == "stalls":
-        return mock.patch.object(optimizer._parts.step, "take_stock", lambda scale: time.sleep(200.0))
+        return mock.patch.object(optimizer._parts.step, "_take_stock", lambda scale: time.sleep(200.0))
     assert how == "raises"
     return mock.patch.object(model, "loss", mock.Mock(side_effect=ValueError("in user code")))
 
