@@ -23,7 +23,7 @@ from superoffload.errors import StateError
 from superoffload.host.environment import check_environment
 from superoffload.host.tensors import outside_inference, untraced
 from superoffload.optimizer.accumulating import Accumulating, is_placing_state
-from superoffload.optimizer.adamw_parts import Lasting, assemble
+from superoffload.optimizer.adamw_parts import PermanentParts, assemble
 from superoffload.optimizer.arguments import check_given, params_of, refuse_unknown
 from superoffload.optimizer.delivery import CheckReads
 from superoffload.optimizer.gradient_source import clear_main_grad
@@ -151,13 +151,13 @@ class AdamW(Optimizer):
         groups, given = check_given(params, defaults, arguments)
         self._lifetime = Lifetime(self)
         recorder = Recorder() if trace is None else record(trace)
-        self._lasting = Lasting(self._lifetime, ParamGroups(self), verdicts, given, recorder)
-        self._parts = assemble(self._lasting, params_of(groups))
+        self._permanent = PermanentParts(self._lifetime, ParamGroups(self), verdicts, given, recorder)
+        self._parts = assemble(self._permanent, params_of(groups))
         try:
             super().__init__(groups, defaults)
             self._ranks.announce()
-            self._lasting.follow_reductions(self._ranks)
-            self._lasting.say_whose_norm(self._ranks)  # raises where warnings are errors
+            self._permanent.follow_reductions(self._ranks)
+            self._permanent.say_whose_norm(self._ranks)  # raises where warnings are errors
         except BaseException:
             self.close()
             raise
@@ -175,11 +175,11 @@ class AdamW(Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """As in torch: the state of the last finished step, and edits count. Tensors are those that are stepped. While
         a program keeps one, its part of the model is not stepped during backward (docs/edits.md)."""
-        return self._lasting.views.mapping
+        return self._permanent.views.mapping
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
-        self._lasting.views.replace(value)
+        self._permanent.views.replace(value)
 
     @outside_inference
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -188,12 +188,12 @@ class AdamW(Optimizer):
         if lifetime.is_open:  # the constructor has checked all groups already
             self._parts.delivery.check_new(group["params"])
             self._check_usable()
-            group = self._lasting.check_group(group, self.defaults)
+            group = self._permanent.check_group(group, self.defaults)
         with lifetime.alone:
             super().add_param_group(group)  # may raise, as where only some groups have names
             with lifetime.whole():
-                with self._lasting.groups.one_more(self.tracked) as index:
-                    self._parts.adopt(self._lasting, index)
+                with self._permanent.groups.one_more(self.tracked) as index:
+                    self._parts.adopt(self._permanent, index)
                 if lifetime.is_open:
                     self._ranks.announce()
 
@@ -201,11 +201,11 @@ class AdamW(Optimizer):
     @outside_inference
     def _follow_groups(self) -> None:
         """Starts anew where groups have other parameters, or in another order; each parameter keeps its state."""
-        if not self._lasting.groups.changed() or not self._lasting.groups.params():
+        if not self._permanent.groups.changed() or not self._permanent.groups.params():
             return
         self.await_snapshots()
         with self._lifetime.whole():
-            self._parts = self._parts.regrouped(self._lasting)
+            self._parts = self._parts.regrouped(self._permanent)
 
     @property
     def rank_session(self) -> RankSession | None:
@@ -238,10 +238,10 @@ class AdamW(Optimizer):
                 loss = closure()
         with self._lifetime.whole():
             self._check_usable()  # the closure, or another thread, may have closed it
-            if self._lasting.groups.params():
+            if self._permanent.groups.params():
                 self._parts.step.run(LossScale.on(self))
             else:  # the program has emptied the groups
-                self._lasting.verdicts.without_gradients()
+                self._permanent.verdicts.without_gradients()
                 self._parts.step.abandon()
         self._parts.advice.tell()
         return loss
@@ -265,7 +265,7 @@ class AdamW(Optimizer):
 
     def accumulate(self) -> Accumulating:
         """Returns a context in which backward is not the boundary: gradients add up and nothing is stepped yet."""
-        return self._lasting.accumulation.context()
+        return self._permanent.accumulation.context()
 
     def check_reads(self) -> CheckReads:
         """Returns a context, for debugging, in which a read or write of an undelivered parameter is a StateError.
@@ -276,32 +276,32 @@ class AdamW(Optimizer):
     @property
     def max_grad_norm(self) -> float | None:
         """Returns the threshold of the global gradient norm; its value at ``step()`` counts."""
-        return self._lasting.verdicts.max_grad_norm
+        return self._permanent.verdicts.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        self._lasting.verdicts.clip_to(value)
-        self._lasting.say_whose_norm(self._ranks)
+        self._permanent.verdicts.clip_to(value)
+        self._permanent.say_whose_norm(self._ranks)
 
     @property
     def last_verdict(self) -> Verdict | None:
         """Returns the verdict of the last ``step()``; None before the first one."""
-        return self._lasting.verdicts.last
+        return self._permanent.verdicts.last
 
     @property
     def step_was_skipped(self) -> bool:
         """Returns whether the last ``step()`` was skipped, because gradients or their norm were NaN or infinite."""
-        return self._lasting.verdicts.step_was_skipped
+        return self._permanent.verdicts.step_was_skipped
 
     @property
     def grad_norm(self) -> float:
         """Returns the global gradient norm of the last step, before clipping (inf if it was not finite)."""
-        return self._lasting.verdicts.grad_norm
+        return self._permanent.verdicts.grad_norm
 
     @property
     def timeline(self) -> Timeline | None:
         """Returns the recorder of steps if ``trace`` was given; its ``span("forward")`` adds parts of the loop."""
-        recorder = self._lasting.recorder
+        recorder = self._permanent.recorder
         return recorder if isinstance(recorder, Timeline) else None
 
     @property
@@ -311,7 +311,7 @@ class AdamW(Optimizer):
 
     def stats(self) -> dict[str, float | int]:
         """Returns totals since construction; superoffload/engine/stats.py explains them."""
-        return self._parts.stats(self._lasting)
+        return self._parts.stats(self._permanent)
 
     def state_digests(self) -> dict[str, str]:
         """Returns SHA-256 digests of masters, exp_avg, exp_avg_sq and published parameters, after the last step."""
@@ -341,13 +341,13 @@ class AdamW(Optimizer):
     def sleep(self) -> None:
         """Finishes the last step and gives back all memory but masters and moments, on this rank, until ``wake()``.
         Raises StateError, and changes nothing, where gradients wait for ``step()``: docs/rl.md."""
-        self._parts.rest.sleep()
+        self._parts.sleep.sleep()
 
     @outside_inference
     def wake(self) -> None:
         """Takes the memory back: the run goes on with the bits of one that never slept, written parameters included.
         Raises, still asleep, where memory is refused or a parameter is not on its device."""
-        self._parts.rest.wake()
+        self._parts.sleep.wake()
 
     @outside_inference
     @torch.no_grad()
@@ -410,7 +410,7 @@ class AdamW(Optimizer):
 
     def close(self) -> None:
         """Undoes speculation and ends the worker threads. The state stays readable."""
-        self._lifetime.close(self._engine, lambda: self._parts.end(self._lasting))
+        self._lifetime.close(self._engine, lambda: self._parts.end(self._permanent))
 
     def __del__(self) -> None:
         if hasattr(self, "_parts") and self._lifetime.ends_with(self):

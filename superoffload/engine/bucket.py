@@ -146,17 +146,6 @@ class Shard:
         """Returns whether a program may read or write the state at any time."""
         return any(map(_is_alive, self.windows))
 
-    def state_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns master, exp_avg, exp_avg_sq, and the upper halves of a split master: one tensor while it sleeps."""
-        upper = torch.empty(0, dtype=torch.bfloat16, device="cpu") if self.upper is None else self.upper.read()
-        return self.master, self.exp_avg, self.exp_avg_sq, upper
-
-    @property
-    def state_bytes(self) -> int:
-        """Counts the bytes of master and moments, with the upper halves of a split master."""
-        upper = 0 if self.upper is None else 2 * self.numel
-        return self.master.nbytes + self.exp_avg.nbytes + self.exp_avg_sq.nbytes + upper
-
     def read_masters(self, phase: int = 0, stride: int = 1) -> Tensor:
         """Returns every ``stride``-th master from ``phase`` below ``stride``, in float32; of split masters a copy."""
         part = self.master[phase::stride]

@@ -115,10 +115,6 @@ class UpperHalves:
                 parts.append(part.cut(max(part.first, moved.end), part.end))
         self._parts = tuple(sorted(parts, key=lambda each: each.first))
 
-    def are_in(self, memory: Tensor) -> None:
-        """Keeps them in flat bfloat16 ``memory``, which has their values, from now on."""
-        self._parts = (_Part(0, memory),)
-
     def gather(self, device: torch.device | None = None) -> None:
         """Moves all of them into memory of their own on ``device``, or in host memory (None)."""
         numel = self.numel

@@ -24,7 +24,7 @@ from superoffload.optimizer.freed_gradients import FreedGradients
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.lifetime import Lifetime
-from superoffload.optimizer.master_updates import BitCompareInterval, MasterUpdates
+from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.other_ranks import Ranks, Reductions, other_ranks
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.shown_state import ShownStates
@@ -36,7 +36,7 @@ from superoffload.optimizer.verdict_terms import VerdictTerms
 _NO_STATE: Mapping[Tensor, TrackedParam] = MappingProxyType({})
 
 
-class Lasting:
+class PermanentParts:
     """Holds the parts that stay when other parameters replace those that an optimizer was made for."""
 
     def __init__(
@@ -104,17 +104,19 @@ class Parts:
     delivery: Delivery
     step: Step
     state: State
-    rest: Sleep
+    sleep: Sleep
 
-    def adopt(self, lasting: Lasting, group: int) -> None:
+    def adopt(self, permanent: PermanentParts, group: int) -> None:
         """Adopts the parameters of a group that train."""
-        lasting.fp32_accumulation.begin(self.params.named(group), lasting.given.model())
-        self.intake.adopt(group, [param for param in lasting.groups.now[group]["params"] if self.params.trains(param)])
+        permanent.fp32_accumulation.begin(self.params.named(group), permanent.given.model())
+        self.intake.adopt(
+            group, [param for param in permanent.groups.now[group]["params"] if self.params.trains(param)]
+        )
 
-    def adopt_all(self, lasting: Lasting) -> None:
+    def adopt_all(self, permanent: PermanentParts) -> None:
         """Adopts the parameters of all groups and announces them to other ranks."""
-        for index in range(len(lasting.groups.now)):
-            self.adopt(lasting, index)
+        for index in range(len(permanent.groups.now)):
+            self.adopt(permanent, index)
         self.ranks.announce()
         self.intake.hook()  # parameters that no other rank has, as is known now
 
@@ -126,45 +128,45 @@ class Parts:
         found = self.engine.stats()["params_on_device"]
         return {"gpu_fraction": placer.fraction, "params_on_device": found, "why": placer.why}
 
-    def stats(self, lasting: Lasting) -> dict[str, float | int]:
+    def stats(self, permanent: PermanentParts) -> dict[str, float | int]:
         """Returns the value of ``AdamW.stats()``."""
-        return total(self.engine.stats(), lasting.earlier)
+        return total(self.engine.stats(), permanent.earlier)
 
     # ---- changed groups ---------------------------------------------------------------------------------------
 
-    def regrouped(self, lasting: Lasting) -> Parts:
+    def regrouped(self, permanent: PermanentParts) -> Parts:
         """Ends these parts and returns new ones for the parameters that the groups have now, with their state and
         gradients; raises, and changes nothing, where the groups cannot be used."""
-        lasting.check_all_groups()
-        self.delivery.check_new(lasting.groups.added())
+        permanent.check_all_groups()
+        self.delivery.check_new(permanent.groups.added())
         self.state.follow_written()
         self.params.follow_state_edits()
         kept = self.params.state_to_keep()
-        lasting.check_sums(self.params)
+        permanent.check_sums(self.params)
         self.intake.give_back()
         self.engine.sleep()  # all state is in memory of its own then
         if not kept:  # else gradients in fp32 may wait for step()
-            lasting.fp32_accumulation.end()
+            permanent.fp32_accumulation.end()
         self._remove_hooks()
         self.engine.close()
-        lasting.count_until_now(self.stats(lasting))
+        permanent.count_until_now(self.stats(permanent))
         self.params.forget_all()
         try:
-            parts = assemble(lasting, lasting.groups.params(), kept)
+            parts = assemble(permanent, permanent.groups.params(), kept)
             if self.params.has_masters:
                 parts.params.keep_masters()
-            parts.adopt_all(lasting)
+            parts.adopt_all(permanent)
         except SuperOffloadError as error:  # which says elsewhere that all is as it was
             raise RuntimeError(f"the optimizer could not go on with its changed param_groups: {error}") from error
-        lasting.groups.accept()
+        permanent.groups.accept()
         return parts
 
-    def end(self, lasting: Lasting) -> None:
+    def end(self, permanent: PermanentParts) -> None:
         """Closes the recorder, lets go of gradients and removes all hooks, once the engine is closed."""
-        lasting.recorder.close()
+        permanent.recorder.close()
         end_all(tracked.gradient for tracked in self.params)
-        lasting.fp32_accumulation.end()
-        lasting.reductions.end()
+        permanent.fp32_accumulation.end()
+        permanent.reductions.end()
         self._remove_hooks()
 
     def _remove_hooks(self) -> None:
@@ -173,21 +175,22 @@ class Parts:
         self.delivery.remove_hooks()
 
 
-def assemble(lasting: Lasting, params: Sequence[Tensor], kept: Mapping[Tensor, TrackedParam] = _NO_STATE) -> Parts:
+def assemble(
+    permanent: PermanentParts, params: Sequence[Tensor], kept: Mapping[Tensor, TrackedParam] = _NO_STATE
+) -> Parts:
     """Makes the parts for ``params``, which are adopted later, group by group. ``kept``: those that have state."""
-    lifetime, groups, verdicts, given = lasting.lifetime, lasting.groups, lasting.verdicts, lasting.given
+    lifetime, groups, verdicts, given = permanent.lifetime, permanent.groups, permanent.verdicts, permanent.given
     try:
-        engine_setup = set_up_engine(given, params, groups.hyper, lasting.recorder)
+        engine_setup = set_up_engine(given, params, groups.hyper, permanent.recorder)
     except BaseException:
-        lasting.recorder.close()
+        permanent.recorder.close()
         raise
     engine, advice = engine_setup.engine, Advice()
-    owned = Params(engine_setup, given, groups, lasting.views, kept)
-    compare_interval = BitCompareInterval(advice)
-    master_updates = MasterUpdates(engine, compare_interval)
+    owned = Params(engine_setup, given, groups, permanent.views, kept)
+    master_updates = MasterUpdates(engine, advice)
     ranks = other_ranks(engine_setup.ranks, engine, owned, master_updates)
     delivery: Delivery = (
-        OnDemand(lifetime, engine, owned, compare_interval, given.model, params)
+        OnDemand(lifetime, engine, owned, master_updates, given.model, params)
         if given.on_demand
         else Eager(lifetime, engine)
     )
@@ -198,16 +201,16 @@ def assemble(lasting: Lasting, params: Sequence[Tensor], kept: Mapping[Tensor, T
         lifetime,
         engine,
         owned,
-        lasting.accumulation,
-        lasting.fp32_accumulation,
+        permanent.accumulation,
+        permanent.fp32_accumulation,
         host_accumulation,
         freed,
         master_updates,
         ranks,
         verdicts,
     )
-    lasting.reductions.give_to(intake)
-    edits = Edits(engine, owned, intake, master_updates, compare_interval, lasting.accumulation, advice)
+    permanent.reductions.give_to(intake)
+    edits = Edits(engine, owned, intake, master_updates, permanent.accumulation, advice)
     step = Step(
         engine,
         groups,
@@ -216,12 +219,12 @@ def assemble(lasting: Lasting, params: Sequence[Tensor], kept: Mapping[Tensor, T
         intake,
         edits,
         delivery,
-        lasting.reductions,
-        compare_interval,
+        permanent.reductions,
+        master_updates,
         verdicts,
         advice,
         fp32_sums=given.fp32_sums,
     )
     state = State(lifetime, engine, groups, owned, ranks, intake, step, master_updates)
-    rest = Sleep(lifetime, engine, owned, state)
-    return Parts(engine, owned, advice, ranks, intake, delivery, step, state, rest)
+    sleep = Sleep(lifetime, engine, owned, state)
+    return Parts(engine, owned, advice, ranks, intake, delivery, step, state, sleep)

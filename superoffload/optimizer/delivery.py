@@ -30,7 +30,7 @@ from superoffload.host.tensors import is_dtensor, local_of
 from superoffload.optimizer.arguments import check_in_module
 from superoffload.optimizer.engine_setup import HearsOfDelivery
 from superoffload.optimizer.lifetime import Lifetime, weakly
-from superoffload.optimizer.master_updates import BitCompareInterval
+from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.tracked_param import TrackedParam, find_edits, remember, unwritten
 
@@ -435,14 +435,14 @@ class OnDemand:
         lifetime: Lifetime,
         engine: Engine,
         params: Params,
-        compare_interval: BitCompareInterval,
+        master_updates: MasterUpdates,
         module_of: Callable[[], nn.Module | None],
         given: Sequence[Tensor],
     ) -> None:
         self._lifetime = lifetime
         self._engine = engine
         self._params = params
-        self._compare_interval = compare_interval
+        self._master_updates = master_updates
         self._undelivered = Undelivered(lifetime, engine)
         self._overtaken: dict[int, TrackedParam] = {}
         self._module_of = module_of  # returns None once the module is freed
@@ -512,7 +512,7 @@ class OnDemand:
 
     def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
         self._undelivered.end()
-        remember(self._stepped_in(buckets), on_device=self._compare_interval.on_device)
+        remember(self._stepped_in(buckets), on_device=self._master_updates.compares_on_device)
         errors = [self._overtaken_error(tracked) for tracked in self._overtaken.values()]
         return errors[0] if errors else None
 

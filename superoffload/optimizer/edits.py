@@ -13,7 +13,7 @@ from superoffload.optimizer.accumulating import Accumulation
 from superoffload.optimizer.advice import Advice, EditAdvice
 from superoffload.optimizer.gradient_source import check_one_gradient, gradient_of, lay_out_like
 from superoffload.optimizer.intake import Intake
-from superoffload.optimizer.master_updates import BitCompareInterval, MasterUpdates
+from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.packed_gradient import packed_in
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.tracked_param import FoundEdits, TrackedParam, find_edits, unedited, unwritten
@@ -28,7 +28,6 @@ class Edits:
         params: Params,
         intake: Intake,
         master_updates: MasterUpdates,
-        compare_interval: BitCompareInterval,
         accumulation: Accumulation,
         advice: Advice,
     ) -> None:
@@ -36,7 +35,6 @@ class Edits:
         self._params = params
         self._intake = intake
         self._master_updates = master_updates
-        self._compare_interval = compare_interval
         self._accumulation = accumulation
         self._advice = advice
         self._edited = EditAdvice(advice)
@@ -62,7 +60,7 @@ class Edits:
         alike, others = unedited(self._params, engine.inbox.arrived)
         others += unwritten(alike)[1]
         found = self._find(others)
-        self._compare_interval.found(found.unversioned)
+        self._master_updates.advise_of(found.unversioned)
         late = []
         for tracked in others:
             if tracked.gradient.reduced is not None:

@@ -17,24 +17,36 @@ FIRST_STEPS = 3
 EVERY = 16
 
 
-class BitCompareInterval:
-    """Chooses the steps that compare; ``step_ended()`` counts steps, ``found()`` takes writes that only bits show."""
+class MasterUpdates:
+    """Has masters follow parameters that were written, and chooses the steps that compare bits on a device."""
 
-    def __init__(self, advice: Advice) -> None:
+    def __init__(self, engine: Engine, advice: Advice) -> None:
+        self._engine = engine
         self._advice = advice
         self._steps = 0
         self._found = False
 
-    def step_ended(self) -> None:
+    def follow(self, tracked: TrackedParam) -> None:
+        tracked.check_still_fits()
+        self._engine.restore(tracked.shard)  # or an undo would put back the old master
+        self._engine.snapshots.protect([tracked.shard])
+        tracked.refresh_master()
+
+    def follow_all(self, found: FoundEdits) -> None:
+        self.advise_of(found.unversioned)
+        for tracked in found.written:
+            self.follow(tracked)
+
+    def count_step(self) -> None:
         self._steps += 1
 
     @property
-    def on_device(self) -> bool:
+    def compares_on_device(self) -> bool:
         """Returns whether the next step also compares parameters on a device."""
         return self._found or self._steps < FIRST_STEPS or (self._steps + 1) % EVERY == 0
 
-    def found(self, written: Collection[TrackedParam]) -> None:
-        """Keeps the warning about such a write, once."""
+    def advise_of(self, written: Collection[TrackedParam]) -> None:
+        """Keeps the warning about writes that only bits show, once."""
         if not written or self._found:
             return
         self._found = True
@@ -56,22 +68,3 @@ def _on_device(steps: int) -> str:
         f"; bits on a device are compared in the first {FIRST_STEPS} steps and every {EVERY}th after them, so earlier "
         "ones may have been overwritten. From now on every step is compared"
     )
-
-
-class MasterUpdates:
-    """Has masters follow parameters that were written."""
-
-    def __init__(self, engine: Engine, compare_interval: BitCompareInterval) -> None:
-        self._engine = engine
-        self._compare_interval = compare_interval
-
-    def follow(self, tracked: TrackedParam) -> None:
-        tracked.check_still_fits()
-        self._engine.restore(tracked.shard)  # or an undo would put back the old master
-        self._engine.snapshots.protect([tracked.shard])
-        tracked.refresh_master()
-
-    def follow_all(self, found: FoundEdits) -> None:
-        self._compare_interval.found(found.unversioned)
-        for tracked in found.written:
-            self.follow(tracked)

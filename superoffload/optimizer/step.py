@@ -14,7 +14,7 @@ from superoffload.optimizer.edits import Edits
 from superoffload.optimizer.gradient_source import gradient_of
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
-from superoffload.optimizer.master_updates import BitCompareInterval
+from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.other_ranks import Ranks, Reductions
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.tracked_param import TrackedParam, end_all, end_step, outdate, remember
@@ -34,7 +34,7 @@ class Step:
         edits: Edits,
         delivery: Delivery,
         reductions: Reductions,
-        compare_interval: BitCompareInterval,
+        master_updates: MasterUpdates,
         verdicts: VerdictTerms,
         advice: Advice,
         *,
@@ -48,7 +48,7 @@ class Step:
         self._edits = edits
         self._delivery = delivery
         self._reductions = reductions
-        self._compare_interval = compare_interval
+        self._master_updates = master_updates
         self._verdicts = verdicts
         self._idle = IdleSteps(advice)
         self._advice = advice
@@ -165,7 +165,7 @@ class Step:
             ours = [tracked for tracked in everything if tracked.shard.index not in landing]
         moved = end_step(everything)
         self._intake.end_step()
-        self._compare_interval.step_ended()
+        self._master_updates.count_step()
         outdate(outdated)
-        remember(ours, on_device=self._compare_interval.on_device)
+        remember(ours, on_device=self._master_updates.compares_on_device)
         self._params.count_steps(moved)

@@ -74,7 +74,7 @@ def drop_clip(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
 
     def unclipped(verdict: Verdict, **options: bool) -> None:
         if dist.get_rank() == rank and step_of(optimizer) >= step:
-            verdict = verdict._replace(gradient_factor=optimizer._lasting.verdicts.unscale)
+            verdict = verdict._replace(gradient_factor=optimizer._permanent.verdicts.unscale)
         apply(verdict, **options)
 
     # What the session is told is what was done.
@@ -83,7 +83,7 @@ def drop_clip(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
 
     def told(*, applied: bool, factor: float) -> None:
         if dist.get_rank() == rank and step_of(optimizer) >= step:
-            factor = optimizer._lasting.verdicts.unscale
+            factor = optimizer._permanent.verdicts.unscale
         count(applied=applied, factor=factor)
 
     with mock.patch.object(engine, "apply", unclipped), mock.patch.object(session, "count", told):

@@ -13,7 +13,7 @@ from torch import nn
 
 from superoffload import AdamW
 from superoffload.links.cuda.blocks import early_buckets
-from superoffload.optimizer.master_updates import BitCompareInterval
+from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.timeline import PROCESSORS, read_trace
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device
@@ -48,7 +48,7 @@ def test_blocks_and_gradients_never_exceed_all_gradients(
 ) -> None:
     """Counted as an allocator does, whenever a gradient or a block appears; staging that is always there aside. What
     record_stream was called for counts until the end of the step."""
-    monkeypatch.setattr(BitCompareInterval, "on_device", False)  # no more sums of bits
+    monkeypatch.setattr(MasterUpdates, "compares_on_device", False)  # no more sums of bits
     model = make_model(dtype)
     model.register_forward_pre_hook(lambda *_: fake.synchronize())
     with on_fake_device(fake) as links:
