@@ -229,7 +229,7 @@ def close_at_exit(one: Closable) -> None:
     _open.add(one)
 
 
-def is_closed(one: Closable) -> None:
+def forget_closed(one: Closable) -> None:
     """Forgets the object, since it is closed already."""
     _open.discard(one)
 

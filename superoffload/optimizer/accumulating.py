@@ -166,7 +166,7 @@ class HostAccumulation:
         self._chosen = None if wanted and engine.link.frees_gradients else False
 
     @property
-    def are_off(self) -> bool:
+    def is_disabled(self) -> bool:
         """Returns whether no gradient is added up in host memory."""
         return self._chosen is False
 

@@ -132,7 +132,7 @@ class Intake:
                     self._in_backward(tracked, lambda _: self._take_passed(passed))
             if len(waiting) >= (bucket.missing or len(bucket.pieces)):  # 0: not renewed since the last step
                 self._in_backward(tracked, lambda _: self._take_waiting(bucket))
-        elif self._host_accumulation.are_off:
+        elif self._host_accumulation.is_disabled:
             self._arrives(tracked)
         else:
             self._in_backward(tracked, self._take)
@@ -140,7 +140,7 @@ class Intake:
     def _only_adds_up(self, tracked: TrackedParam) -> bool:
         """Returns whether a gradient that more will be added to stays where it is, with nothing else to do."""
         has_gradient = self._engine.has_gradient(tracked.shard)
-        return not has_gradient and not self._unfinished and self._host_accumulation.are_off
+        return not has_gradient and not self._unfinished and self._host_accumulation.is_disabled
 
     def _follow_last(self, tracked: TrackedParam) -> None:
         """Leaves a gradient where it is; the master follows a written parameter now, as if the gradient were taken."""
@@ -372,7 +372,7 @@ class Intake:
             part = tracked.holding.part_of_memory(gradient.view(-1)).to(tracked.shard.gradient_dtype)
         self._engine.arrive(tracked.shard, part)
 
-    def has_no_inputs(self) -> None:
+    def leave_join(self) -> None:
         """This rank takes no step, in ``DistributedDataParallel.join()``, and others do: none can that need all."""
         if self._ranks.session is not None and not self._lifetime.work.out_of_use():
             self._ranks.leave()

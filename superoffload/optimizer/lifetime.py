@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import ParamSpec, Protocol
 
 from superoffload.errors import StateError
-from superoffload.host.signals import Alone, Closable, Whole, close_at_exit, held_signals, is_closed
+from superoffload.host.signals import Alone, Closable, Whole, close_at_exit, forget_closed, held_signals
 
 _Arguments = ParamSpec("_Arguments")
 
@@ -133,7 +133,7 @@ class Lifetime:
                 rest()
                 owner = self._owner()
                 if owner is not None:
-                    is_closed(owner)
+                    forget_closed(owner)
 
     def _close(self, threads: Threads) -> None:
         if self.work.forked:

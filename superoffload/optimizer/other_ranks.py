@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class TakesReduced(Protocol):
     def take_reduced(self, param: Tensor, gradient: Tensor) -> None: ...
     def keep_reduced(self, param: Tensor) -> None: ...
-    def has_no_inputs(self) -> None: ...
+    def leave_join(self) -> None: ...
 
 
 class _Reduces(Protocol):
@@ -87,7 +87,7 @@ class Reductions:
     def _left(self) -> None:
         taker = self._taker()
         if taker is not None:
-            taker.has_no_inputs()
+            taker.leave_join()
 
 
 def _no_taker() -> None:
@@ -176,7 +176,7 @@ class OtherRanks:
         if fresh or not self._is_known:
             self.session.add(fresh)
             self._is_known = True
-            self._params.are_final_early(
+            self._params.mark_final_early(
                 held.shard.index for held in fresh if self.session.owns_alone(held.shard.index)
             )
 

@@ -184,12 +184,12 @@ class Params:
         if moved:
             check_apart((tracked.shard.name, tracked.param) for tracked in self)
         for tracked in moved:
-            tracked.is_apart()
+            tracked.move_apart()
 
-    def are_final_early(self, indices: Iterable[int]) -> None:
+    def mark_final_early(self, indices: Iterable[int]) -> None:
         """Notes that gradients of these shards are final when their hooks run, since no other rank has them."""
         for index in indices:
-            self._of_shard[index].is_final_early()
+            self._of_shard[index].mark_final_early()
 
     def count_steps(self, moved: Collection[TrackedParam]) -> None:
         """Counts the step that has ended for those that it moved."""

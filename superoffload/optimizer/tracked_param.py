@@ -227,15 +227,15 @@ class TrackedParam(_Referable):
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
-    def has_moved(self) -> bool:
-        """Whether the step that ends has moved it."""
+    def notice_step(self) -> bool:
+        """Returns whether the step that ends has moved it, and counts it as shown."""
         moved = self.shown_steps != self.shard.steps
         if moved:
             self.shown_steps = self.shard.steps
             self.has_stepped = True
         return moved
 
-    def is_final_early(self) -> None:
+    def mark_final_early(self) -> None:
         """Notes that its gradient is final when its hook runs."""
         self.early = True
         self.shard.gradient_is_final()
@@ -250,12 +250,12 @@ class TrackedParam(_Referable):
         self.version, self.sums = version_of(self.param), sums
         local = local_of(self.param)
         if not self.place.is_of(local):
-            self._is_at(local)
+            self._move_to(local)
 
-    def _is_at(self, local: Tensor) -> None:
+    def _move_to(self, local: Tensor) -> None:
         self.place, self.address, self.was_moved = Place(local), local.data_ptr(), True
 
-    def is_apart(self) -> None:
+    def move_apart(self) -> None:
         """Notes that no other parameter has the same memory."""
         self.was_moved = False
 
@@ -263,9 +263,9 @@ class TrackedParam(_Referable):
         """Remembers the value of an ordinary parameter in host memory, which is at ``address``."""
         self.version, self.sums = (self.param._version, 0), sums
         if address != self.address:
-            self._is_at(self.param)
+            self._move_to(self.param)
 
-    def is_outdated(self) -> None:
+    def mark_outdated(self) -> None:
         """Remembers the version that was raised because the value will be delivered."""
         self.version = version_of(self.param)
 
@@ -353,7 +353,7 @@ class TrackedParam(_Referable):
 def end_step(several: Sequence[TrackedParam]) -> set[TrackedParam]:
     """The engine has none of their gradients any more. Returns those that the step has moved."""
     end_all(tracked.gradient for tracked in several)
-    return {tracked for tracked in several if tracked.has_moved()}
+    return {tracked for tracked in several if tracked.notice_step()}
 
 
 def remember_plain(several: Iterable[tuple[TrackedParam, int, Sums]]) -> None:
@@ -533,7 +533,7 @@ def outdate(several: Iterable[TrackedParam]) -> None:
     plain = [tracked for tracked in several if not is_dtensor(tracked.param)]  # graphs hold gathered copies of DTensors
     torch.autograd.graph.increment_version([tracked.param for tracked in plain])
     for tracked in plain:
-        tracked.is_outdated()
+        tracked.mark_outdated()
 
 
 def remember(several: Sequence[TrackedParam], *, on_device: bool) -> None:
