@@ -1,6 +1,22 @@
-"""Defines our errors. Every message names the argument or event, its value, what was expected and what to do."""
+"""Defines our errors and warnings.
+
+Every message names the argument or event, its value, what was expected and what to do.
+"""
 
 from __future__ import annotations
+
+import sys
+import warnings
+
+_PASSED_OVER = ("superoffload", "torch")  # packages
+
+
+def warn(message: str) -> None:
+    """Warns with the line of the program that led here: the nearest one outside of superoffload and torch."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"superoffload: {message}", RuntimeWarning, stacklevel=level)
 
 
 class SuperOffloadError(RuntimeError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from superoffload import _native
 from superoffload.engine.bucket import Bucket, BucketState
 from superoffload.engine.options import Recorder
 from superoffload.engine.verdict import Verdict
-from superoffload.errors import ArgumentError
+from superoffload.errors import ArgumentError, warn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -197,11 +196,9 @@ class Timeline(Recorder):
             yield
         except OSError as error:
             file, self._file = self._file, None
-            warnings.warn(
+            warn(
                 f"trace={self.path}: it cannot be written any more ({error.strerror}), so nothing more is recorded; "
-                "training goes on. Name a file where there is room",
-                RuntimeWarning,
-                stacklevel=2,
+                "training goes on. Name a file where there is room"
             )
             if file is not None:
                 with suppress(OSError):  # the buffer may hold more to write

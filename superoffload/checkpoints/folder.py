@@ -10,14 +10,13 @@ import os
 import re
 import shutil
 import uuid
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from superoffload.checkpoints.tensor_files import Piece
 from superoffload.distributed.ownership import misfit
-from superoffload.errors import ArgumentError, DiskError, StateError
+from superoffload.errors import ArgumentError, DiskError, StateError, warn
 from superoffload.host.text import shortened, shown
 
 MANIFEST, STATE = "manifest.json", "state.pt"
@@ -66,11 +65,9 @@ def _warn_of_newer(final: Path) -> None:
         series = [path for path in final.parent.iterdir() if _series(path) == _series(final)]
         newest = max(series, key=_order, default=final)
         if _order(newest) > _order(final) and os.path.isfile(newest / MANIFEST):
-            warnings.warn(
-                f"superoffload: {newest} has a higher number than what is saved now, so latest() names it and keep "
-                "leaves it; if it is of another run, save into another folder or remove it",
-                RuntimeWarning,
-                stacklevel=2,
+            warn(
+                f"{newest} has a higher number than what is saved now, so latest() names it and keep "
+                "leaves it; if it is of another run, save into another folder or remove it"
             )
 
 

@@ -4,10 +4,9 @@ them, also on the CPU, so a mistyped name shows before the run reaches a machine
 from __future__ import annotations
 
 import os
-import warnings
 from difflib import get_close_matches
 
-from superoffload.errors import ArgumentError
+from superoffload.errors import ArgumentError, warn
 
 DEVICE_TIMEOUT = "SUPEROFFLOAD_DEVICE_TIMEOUT"
 _DEVICE_SECONDS = 600.0
@@ -40,12 +39,7 @@ def tell_unknown_names() -> None:
         known = {variable.removeprefix(PREFIX): variable for variable in VARIABLES}
         nearest = get_close_matches(name.upper().removeprefix(PREFIX), known, n=1)
         advice = f"did you mean {known[nearest[0]]}?" if nearest else "nothing here has a similar name."
-        warnings.warn(
-            f"superoffload: {name}={value!r} in the environment has no effect; {advice} superoffload reads "
-            f"{', '.join(VARIABLES)}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warn(f"{name}={value!r} in the environment has no effect; {advice} superoffload reads {', '.join(VARIABLES)}")
 
 
 def device_timeout() -> float:

@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from superoffload.engine.engine import Engine
+from superoffload.errors import warn
 from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.gradient_source import main_grad_of
@@ -126,11 +126,9 @@ class Accumulating(ContextDecorator):
 
     def __del__(self) -> None:
         if not self._entered:
-            warnings.warn(
-                "superoffload: accumulate() was called without `with`, which does nothing; write "
-                "`with optimizer.accumulate():` around every backward() of a step but the last",
-                RuntimeWarning,
-                stacklevel=2,
+            warn(
+                "accumulate() was called without `with`, which does nothing; write "
+                "`with optimizer.accumulate():` around every backward() of a step but the last"
             )
 
 

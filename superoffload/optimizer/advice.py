@@ -8,10 +8,10 @@ not fall, or that nothing is hidden.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 
 from superoffload.engine.bucket import Bucket, BucketState, Shard
+from superoffload.errors import warn
 
 STEPS_IN_A_ROW = 2
 
@@ -23,12 +23,12 @@ class Advice:
         self._messages: list[str] = []
 
     def keep(self, message: str) -> None:
-        self._messages.append(f"superoffload: {message}")
+        self._messages.append(message)
 
     def tell(self) -> None:
-        """Warns with the line that called ``step()``, which is above two wrappers of torch."""
+        """Warns of all that was kept."""
         while self._messages:
-            warnings.warn(self._messages.pop(0), RuntimeWarning, stacklevel=5)
+            warn(self._messages.pop(0))
 
 
 class EditAdvice:

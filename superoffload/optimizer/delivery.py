@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from superoffload.distributed.fully_shard import UnshardHook, gathered_with, gat
 from superoffload.engine.bucket import Bucket
 from superoffload.engine.engine import Engine
 from superoffload.engine.verdict import Verdict
-from superoffload.errors import StateError, SuperOffloadError
+from superoffload.errors import StateError, SuperOffloadError, warn
 from superoffload.host.tensors import is_dtensor, local_of
 from superoffload.optimizer.arguments import check_in_module
 from superoffload.optimizer.engine_setup import HearsOfDelivery
@@ -184,7 +183,7 @@ _COMPILE_FIRST = (
     "delivery='eager'"
 )
 _TRACED = (
-    "superoffload: what is traced or exported from a module with delivery='on_demand' does not wait for parameters. "
+    "what is traced or exported from a module with delivery='on_demand' does not wait for parameters. "
     "While you train, call optimizer.synchronize() before you call it"
 )
 _is_tracing = cast(Callable[[], bool], vars(jit)["is_tracing"])  # public, but torch's types do not list it
@@ -213,7 +212,7 @@ def out_of_graphs(function: _Function) -> _Function:
 def warn_where_traced() -> None:
     """Warns where torch.jit.trace or torch.export records what calls this."""
     if _is_tracing() or _is_exporting():
-        warnings.warn(_TRACED, RuntimeWarning, stacklevel=2)
+        warn(_TRACED)
 
 
 class Wait(Protocol):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from superoffload.engine.verdict import Verdict
-from superoffload.errors import StateError
+from superoffload.errors import StateError, warn
 from superoffload.host.numbers import as_float
 from superoffload.optimizer.arguments import check_max_grad_norm
 
@@ -92,15 +91,13 @@ class VerdictTerms:
         if self._said_whose_norm or self.max_grad_norm is None or not others:
             return
         names = ", ".join(map(str, ranks[:_NAMED])) + (", ..." if len(ranks) > _NAMED else "")
-        warnings.warn(
-            f"superoffload: max_grad_norm={self.max_grad_norm:g} clips by the norm of the gradients on rank {names} "
+        warn(
+            f"max_grad_norm={self.max_grad_norm:g} clips by the norm of the gradients on rank {names} "
             f"alone ({len(ranks)} of {world}), as process_group= or replicated='local' says; the other {others} are "
             "clipped by norms of their own. If all of them train the same parameters, leave process_group and "
             "replicated out. If they train parts of one model, such as pipeline stages, leave them out too, and name "
             "parameters as in the whole model (model.named_parameters()). If they train models of their own, this is "
             "right, and a filter ends the warning: "
-            "warnings.filterwarnings('ignore', message='superoffload: max_grad_norm')",
-            RuntimeWarning,
-            stacklevel=3,
+            "warnings.filterwarnings('ignore', message='superoffload: max_grad_norm')"
         )
         self._said_whose_norm = True

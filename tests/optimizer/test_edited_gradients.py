@@ -114,6 +114,7 @@ def notices(edit: Edit, *, steps: int = 6, speculation: str = "always", **option
             optimizer.step()
             undone = optimizer.stats()["buckets_undone"] - before
             said += [f"{step}: {undone}: {one.message}" for one in caught if NOTICE in str(one.message)]
+            assert {one.filename for one in caught} <= {__file__}, "the line that called step()"
             caught.clear()
         check_counters(optimizer)
     return said, optimizer

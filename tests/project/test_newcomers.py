@@ -85,6 +85,7 @@ def test_a_variable_that_nothing_reads_is_told_once(monkeypatch: pytest.MonkeyPa
         with pytest.warns(RuntimeWarning, match=f"{variable}='7' in the environment has no effect") as caught:
             AdamW(model_of().parameters()).close()
         (warning,) = caught
+        assert warning.filename == __file__
         assert advice in str(warning.message) and ", ".join(environment.VARIABLES) in str(warning.message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -7,7 +7,6 @@ import hashlib
 import os
 import re
 import tempfile
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from superoffload.errors import ArgumentError, KernelsUnavailable
+from superoffload.errors import ArgumentError, KernelsUnavailable, warn
 
 # ---- NVRTC, NVIDIA's compiler as a library, called by ctypes --------------------------------------------------------
 # It needs neither a driver nor a GPU.
@@ -216,11 +215,9 @@ def _cached(compiler: Nvrtc, program: Program, options: Sequence[str], target: s
     try:
         _write(path, cubin + hashlib.sha256(cubin).digest())
     except OSError as error:
-        warnings.warn(
+        warn(
             f"kernels are compiled anew by every process: they cannot be kept in {folder} ({error}); "
-            "XDG_CACHE_HOME names another place",
-            RuntimeWarning,
-            stacklevel=3,
+            "XDG_CACHE_HOME names another place"
         )
     return cubin
 

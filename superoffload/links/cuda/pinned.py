@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from superoffload import _native
+from superoffload.errors import warn
 from superoffload.host.processors import allowed_cpus
 
 ALIGN = 256
@@ -127,10 +127,8 @@ def place(used: int, nbytes: int, chunk: int) -> int:
 def warn_unpinned(arena: PinnedArena) -> None:
     """Warns of an arena that could not be pinned: training works, but slower."""
     if not arena.pinned:
-        warnings.warn(
-            f"superoffload: the system refused to pin {arena.nbytes / 2**30:.2f} GiB of host memory ({arena.refusal}). "
+        warn(
+            f"the system refused to pin {arena.nbytes / 2**30:.2f} GiB of host memory ({arena.refusal}). "
             "Training goes on with ordinary memory: copies no longer overlap with backward. Raise the limit (ulimit -l "
-            "unlimited, or memlock in /etc/security/limits.conf; docker run --ulimit memlock=-1), or free memory",
-            RuntimeWarning,
-            stacklevel=2,
+            "unlimited, or memlock in /etc/security/limits.conf; docker run --ulimit memlock=-1), or free memory"
         )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import warnings
 
 import torch
 
-from superoffload.errors import KernelsUnavailable
+from superoffload.errors import KernelsUnavailable, warn
 from superoffload.host.environment import device_timeout
 from superoffload.links.cuda.device import TorchDevice
 from superoffload.links.cuda.link import CudaLink, CudaOptions
@@ -37,10 +36,8 @@ def kernels_for(capability: tuple[int, int]) -> bytes:
     try:
         return compile_kernels(f"sm_{capability[0]}{capability[1]}")
     except KernelsUnavailable as error:
-        warnings.warn(
-            f"superoffload: {error}. Training goes on without them: gradients are copied one by one and summed on the "
-            "CPU, with the same result",
-            RuntimeWarning,
-            stacklevel=2,
+        warn(
+            f"{error}. Training goes on without them: gradients are copied one by one and summed on the "
+            "CPU, with the same result"
         )
         return b""
