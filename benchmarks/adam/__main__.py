@@ -40,8 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_option(parser, "--numel", type=int, default=1 << 26, help="elements of the large arrays")
     parser.add_argument("--sizes", type=int, nargs="*", metavar="N", help="of the growth curve (default: 1 k to 256 M)")
     parser.add_argument("--threads", type=int, nargs="+", metavar="N", help="(default: 1, powers of two, all)")
-    available = kernels.available_isas()
-    parser.add_argument("--isas", nargs="+", choices=available, default=available, help="instruction sets")
+    parser.add_argument("--isas", nargs="+", metavar="NAME", help="instruction sets (default: all of this machine)")
     command.add_option(parser, "--seconds", type=float, default=30.0, help="for each of the large tables")
     parser.add_argument(
         "--state",
@@ -59,7 +58,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     threads = sorted({*(args.threads or [*powers, cpus])})
     if threads[0] < 1 or threads[-1] > cpus:
         raise ArgumentError(f"threads={threads}: expected numbers from 1 to {cpus}, the processors of this process")
-    isas = [isa for isa in kernels.available_isas() if isa in args.isas]  # the best one last
+    available = kernels.available_isas()
+    isas = [isa for isa in available if isa in (args.isas or available)]  # the best one last
+    if not isas:
+        raise ArgumentError(f"isas={args.isas}: expected some of {', '.join(available)}")
     sizes = _SIZES if args.sizes is None else args.sizes
     numel, seconds = args.numel, args.seconds
     if args.quick:
