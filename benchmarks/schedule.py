@@ -78,7 +78,7 @@ def _facts(machine: Machine) -> dict[str, Any]:
     return facts
 
 
-def _row(name: str, workload: Workload, machine: Machine, seconds: float, **facts: Any) -> Row:
+def _row(name: str, workload: Workload, machine: Machine, seconds: float, /, **facts: Any) -> Row:
     row = {**facts, "name": name, "numel": int(workload.parameters), "seconds_median": seconds}
     return {**row, "ratio_to": "bound", "ratio": seconds / workload.bound(machine)}
 
