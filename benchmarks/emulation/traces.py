@@ -6,13 +6,23 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.emulation.fixed_schedule import FixedSchedule
 from benchmarks.emulation.machine import Machine, Workload
 from benchmarks.emulation.training import EmulatedTraining
-from superoffload.engine.schedule import Schedule
+from superoffload.engine.schedule import Schedule, Situation
 
 SETTLED_IN = 20  # steps that are not counted: the schedule learns
 SLOWEST = 1.03  # the most that adaptive may take, over the best fixed choice
+
+
+class FixedSchedule(Schedule):
+    """Speculates all buckets or none; ``published`` is the share of the others that is stepped in two phases."""
+
+    def __init__(self, *, speculates: bool, published: float) -> None:
+        super().__init__("always" if speculates else "never")
+        self._share_published = published
+
+    def share_to_publish(self, situation: Situation) -> float:
+        return self._share_published
 
 
 def _random(chance: float) -> Callable[[int], list[bool]]:

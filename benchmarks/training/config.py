@@ -1,10 +1,8 @@
-"""Defines what decides a training run's results, and checks it before the run starts. Loads no torch."""
+"""Defines the sizes of a model, and the settings of state that benchmarks compare. Loads no torch."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from superoffload.errors import ArgumentError
 
@@ -57,43 +55,6 @@ class ModelConfig:
     @property
     def head_width(self) -> int:
         return self.hidden // self.heads
-
-
-@dataclass(frozen=True)
-class TrainingConfig:
-    """Configures a run. `warmup=None`: a tenth of the steps, 20 at most; `threads=None` leaves the choice to AdamW."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    dtype: str = "bf16"
-    compute: str = "auto"
-    steps: int = 300
-    batch: int = 16
-    accumulation: int = 1
-    lr: float = 3e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.1
-    warmup: int | None = None
-    max_grad_norm: float | None = 1.0
-    seed: int = 0
-    speculation: str = "adaptive"
-    state_dtype: str = "fp32"
-    master_dtype: str = "fp32"
-    bucket_numel: int = 1 << 18
-    threads: int | None = None
-    eval_batches: int = 4
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulation", "bucket_numel", "eval_batches"):
-            _check_at_least_one(name, getattr(self, name))
-        if not 0 <= self.seed < 2**32:
-            raise ArgumentError(f"seed={self.seed}: expected a whole number from 0 to {2**32 - 1}")
-
-    @property
-    def warmup_steps(self) -> int:
-        return self.warmup if self.warmup is not None else max(1, min(20, self.steps // 10))
-
-    def replace(self, **changes: Any) -> TrainingConfig:
-        return dataclasses.replace(self, **changes)
 
 
 def _check_at_least_one(name: str, value: int) -> None:

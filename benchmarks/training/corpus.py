@@ -113,12 +113,3 @@ class BatchSource:
         last_start = self._text.numel() - self._offsets.numel()
         starts = torch.randint(0, last_start + 1, (self._batch, 1), generator=self._generator)
         return self._text[starts + self._offsets].long()
-
-
-def held_out_batches(text: Tensor, batch: int, sequence: int, count: int) -> list[Tensor]:
-    """Returns `count` evenly spread batches of windows, the same for every evaluation of every run."""
-    windows = batch * count
-    last_start = text.numel() - (sequence + 1)
-    starts = torch.linspace(0, last_start, windows, dtype=torch.float64).long().unsqueeze(1)
-    tokens = text[starts + torch.arange(sequence + 1)].long()
-    return list(tokens.split(batch))

@@ -30,10 +30,8 @@ def native_bf16() -> bool:
     return any(report.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def compute_dtype(parameters: torch.dtype, choice: str) -> torch.dtype:
-    """Returns the dtype of activations for `--compute` auto|bf16|fp32; auto depends on CPU features, never on time."""
-    if choice != "auto":
-        return DTYPES[choice]
+def compute_dtype(parameters: torch.dtype) -> torch.dtype:
+    """Returns the dtype of activations that suits this CPU."""
     return parameters if parameters != torch.bfloat16 or native_bf16() else torch.float32
 
 
@@ -182,3 +180,10 @@ def build_model(config: ModelConfig, dtype: torch.dtype, compute: torch.dtype, s
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
+
+
+def decayed_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Returns two param groups: matrices, which decay, and the others."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

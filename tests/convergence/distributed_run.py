@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.training.corpus import BatchSource, load_corpus
-from benchmarks.training.trainer import learning_rate_factor
+from benchmarks.training.schedule import learning_rate_factor
 from tests.convergence.engines import BaseEngine, Step, make_engine, world
 from tests.convergence.setup import Setup
 

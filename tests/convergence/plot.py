@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks import style
-from benchmarks.plots import smooth
 from tests.convergence.compare import Tolerance
 
 _COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.RED)
@@ -48,3 +49,13 @@ def _looks(name: str, groups: dict[str, str]) -> dict[str, Any]:
     if kind == "synchronous":
         return {"color": colour, "linewidth": 5.0, "alpha": 0.3, "zorder": 1}
     return {"color": colour, "linewidth": 1.4, "zorder": 3}
+
+
+def smooth(values: Sequence[float], width: int) -> list[float]:
+    """Returns the median around each value; the window shrinks towards the ends, so nothing lags or is invented."""
+    result = []
+    for index in range(len(values)):
+        reach = min(width // 2, index, len(values) - 1 - index)
+        window = [value for value in values[index - reach : index + reach + 1] if math.isfinite(value)]
+        result.append(median(window) if window else math.nan)
+    return result

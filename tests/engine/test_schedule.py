@@ -7,9 +7,8 @@ from statistics import median
 
 import pytest
 
-from benchmarks.emulation.fixed_schedule import FixedSchedule
 from benchmarks.emulation.machine import GRACE, Machine, Workload
-from benchmarks.emulation.traces import SLOWEST, run_trace
+from benchmarks.emulation.traces import SLOWEST, FixedSchedule, run_trace
 from benchmarks.emulation.training import EmulatedTraining
 from superoffload.engine.schedule import (
     BYTES,

@@ -7,14 +7,13 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.all import BENCHMARKS
+from benchmarks.all import BENCHMARKS, parser_of
 from superoffload.host.environment import OF_THE_BUILD, VARIABLES
 from superoffload.tools.cli import build_parser
 from tests.convergence.__main__ import make_parser as convergence_parser
@@ -118,9 +117,7 @@ def known_parsers() -> dict[str, argparse.ArgumentParser]:
     """By what begins a command: `superoffload verify`, `benchmarks.adam`."""
     own = {f"superoffload {name}": parser for name, parser in subparsers(build_parser()).items()}
     own["tests.convergence"] = convergence_parser()
-    return own | {
-        f"benchmarks.{name}": import_module(f"benchmarks.{name}.__main__").make_parser() for name in BENCHMARKS
-    }
+    return own | {f"benchmarks.{name}": parser_of(name) for name in BENCHMARKS}
 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)

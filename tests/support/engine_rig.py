@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from benchmarks.emulation.fixed_schedule import FixedSchedule
+from benchmarks.emulation.traces import FixedSchedule
 from superoffload import _native
 from superoffload.engine.bucket import GroupHyper, Shard
 from superoffload.engine.engine import Engine

@@ -1,11 +1,13 @@
 """Measures what a link costs beside its copies: waiting workers, waking them, and a step's way through Python.
 
-Waiting needs no device. Steps run on the device of a ``Rig``: a GPU, or in a checkout the stand-in for its driver
-(stand_in.py).
+Steps run on a GPU, or without one over the stand-in for its driver. The stand-in's streams are threads and its copies
+are `memcpy`, so the calling thread's processor time says most about a step: it is that of Python and of what it calls.
+The stand-in counts copies and launches.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,13 +15,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import command
 from superoffload import AdamW, _native
+from superoffload.engine.bucket import Bucket
 from superoffload.errors import SuperOffloadError
+from superoffload.links.base import PackTicket
+from superoffload.links.cuda.link import CudaLink, CudaOptions
+from tests.support.fake_cuda import IMAGE, Fake, FakeDevice
 
 Row = dict[str, Any]
 
@@ -50,8 +58,8 @@ class _Work:
 
     def __init__(self) -> None:
         self._arrays = [np.zeros(_NUMEL, np.float32) for _ in range(5)]
-        master, exp_avg, exp_avg_sq, gradient, shadow = (array.ctypes.data for array in self._arrays)
         f32 = _native.ElementType.f32
+        master, exp_avg, exp_avg_sq, gradient, shadow = (array.ctypes.data for array in self._arrays)
         run = _native.Run(master, exp_avg, exp_avg_sq, gradient, shadow, _NUMEL, gradient_type=f32, shadow_type=f32)
         self.native = _native.BucketWork([run], 0)
         self.native.freeze(
@@ -186,10 +194,63 @@ def _per_one_more(name: str, few: Row, many: Row, count: int) -> Row:
     }
 
 
-# ---- what is shown ---------------------------------------------------------------------------------------------------
+# ---- the stand-in ----------------------------------------------------------------------------------------------------
+
+_COUNTED = {
+    "copies": ("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"),
+    "launches": ("cuLaunchKernel",),
+    "event records": ("cuEventRecord",),
+    "stream waits": ("cuStreamWaitEvent",),
+}
 
 
-def line(row: Row) -> str:
+class _Device(FakeDevice):
+    """Leaves freed memory as it is; overwriting it would take longer than what is measured."""
+
+    def empty(self, nbytes: int) -> Tensor:
+        self.kept.append(torch.empty(nbytes, dtype=torch.uint8))
+        return self.kept[-1]
+
+
+class _Link(CudaLink):
+    """Keeps freed gradients until the kernels that read them have ended, as a device's allocator does."""
+
+    def __init__(self, device: FakeDevice, options: CudaOptions) -> None:
+        super().__init__(device, options)
+        self._kept = device.kept
+
+    def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
+        self._kept.extend(grad for grad in grads if grad is not None)
+        return super().pack(bucket, grads)
+
+
+@contextmanager
+def stand_in() -> Iterator[Rig]:
+    """Yields a rig whose optimizers train over the stand-in."""
+    fake = Fake()
+    devices: list[FakeDevice] = []
+
+    def link_for(params: Sequence[Tensor], **_: Any) -> CudaLink:
+        devices[:] = [_Device(fake)]
+        return _Link(devices[0], CudaOptions(image=IMAGE, library=fake.library))
+
+    def synchronize() -> None:
+        for device in devices:
+            for stream in (fake.current, *device.streams):
+                fake.synchronize(stream)
+            device.kept.clear()
+
+    def calls() -> dict[str, int]:
+        return {name: sum(map(fake.calls, symbols)) for name, symbols in _COUNTED.items()}
+
+    with mock.patch("superoffload.optimizer.engine_setup.link_for", link_for):
+        yield Rig(torch.device("cpu"), synchronize, calls)
+
+
+# ---- what is shown --------------------------------------------------------------------------------------------------
+
+
+def _line(row: Row) -> str:
     """Returns one row in words."""
     if row["name"] == WAITING:
         used = row["processors_per_worker"]
@@ -207,3 +268,39 @@ def line(row: Row) -> str:
         f"{what}: {microseconds['seconds_median']:.1f} us, of the calling thread's processor "
         f"{microseconds['caller_seconds_median']:.1f}{counted}"
     )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = command.parser(
+        "link",
+        "Processor seconds of worker threads that wait for a gradient, and the time from an arrival to the first "
+        "chunk. Also what one more tensor and one more bucket cost in a step: on a CUDA device, or without one over a "
+        "stand-in for the driver.",
+        plot=False,
+    )
+    parser.add_argument("--threads", nargs="+", type=int, default=(2, 16, 64), metavar="N", help="waiting workers")
+    command.add_option(parser, "--seconds", type=float, default=3.0, help="to wait, with each number of workers")
+    command.add_option(parser, "--arrivals", type=int, default=1000, help="that wake workers")
+    command.add_option(parser, "--rounds", type=int, default=40, help="steps that are timed")
+    return parser
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    command.positive(args, "threads", "seconds", "arrivals", "rounds")
+    seconds, arrivals, rounds = (0.2, 20, 2) if args.quick else (args.seconds, args.arrivals, args.rounds)
+    rows = [measure_waiting(threads, seconds) for threads in args.threads]
+    rows += [measure_arrivals(threads, arrivals) for threads in args.threads]
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+        rows += measure_steps(Rig(torch.device("cuda"), torch.cuda.synchronize), rounds)
+    else:
+        device = "a stand-in for the driver, whose copies are memcpy"
+        with stand_in() as rig:
+            rows += measure_steps(rig, rounds)
+    print(f"steps on {device}")
+    print("\n".join(map(_line, rows)))
+    return {"device": device, "rows": rows}
+
+
+if __name__ == "__main__":
+    raise SystemExit(command.start(make_parser(), run))

@@ -6,37 +6,38 @@ made, and taken off.
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
-from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks import command
 from superoffload import AdamW
 from superoffload.tools.estimate import Settings, estimate_memory, typical_shape
 
 PROMISE = 0.03  # how far stats() and plan may be off
+SETTINGS = [
+    {"state_dtype": state, "master_dtype": master} for state in ("fp32", "bf16", "8bit") for master in ("fp32", "split")
+]
 _WIDTH = 4096
 _STATUS = Path("/proc/self/status")
 
-Row = dict[str, Any]
 
-
-class Setting(NamedTuple):
-    """Names how masters and moments are kept."""
-
-    master_dtype: str
-    state_dtype: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.state_dtype} moments, {'split' if self.master_dtype == 'split' else 'whole'} masters"
-
-
-SETTINGS = tuple(Setting(master, state) for state in ("fp32", "bf16", "8bit") for master in ("fp32", "split"))
+def make_parser() -> argparse.ArgumentParser:
+    parser = command.parser(
+        "memory",
+        "Trains with each setting of masters and moments in a process of its own, and compares what its memory grows "
+        "by with stats() after the last step, and with plan at the peak. Exits with 1 if stats() is off by more than "
+        "3 %%, or the peak more than that above plan and what backward alone takes. Linux only.",
+        plot=False,
+    )
+    command.add_option(parser, "--numel", type=float, default=4e8, help="parameters, in bf16")
+    command.add_option(parser, "--steps", type=int, default=40, help="of each setting")
+    return parser
 
 
 class Layers(nn.Module):
@@ -52,19 +53,8 @@ class Layers(nn.Module):
         return torch.stack([matrix(values).float().square().mean() for matrix in self.matrices]).sum()
 
 
-def run_memory(numel: int, steps: int, settings: Sequence[Setting], progress: Callable[[str], None]) -> list[Row]:
-    """Returns a row per setting. ``steps``: how many are made before memory is measured."""
-    rows = []
-    for setting in settings:
-        progress(f"{setting.name}")
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=spawn) as process:
-            rows.append(process.submit(measure, numel, steps, setting).result())
-    return rows
-
-
-def measure(numel: int, steps: int, setting: Setting) -> Row:
-    """Trains ``steps`` steps in this process and returns what its memory grew by, in bytes."""
+def measure(numel: int, steps: int, setting: dict[str, Any]) -> dict[str, Any]:
+    """Trains in this process and returns what its memory grew by, in bytes."""
     torch.manual_seed(0)
     model = Layers(numel)
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -80,7 +70,7 @@ def measure(numel: int, steps: int, setting: Setting) -> Row:
             optimizer.step()
         optimizer.synchronize()
 
-    options: dict[str, Any] = {"speculation": "always", "max_grad_norm": 1e30, **setting._asdict()}
+    options: dict[str, Any] = {"speculation": "always", "max_grad_norm": 1e30, **setting}
     backward(0)
     with AdamW([nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))], **options) as small:
         train(small, 1)  # loads all code; the gradients of the model stay
@@ -92,10 +82,11 @@ def measure(numel: int, steps: int, setting: Setting) -> Row:
         train(optimizer, steps)
         resident, peak, stats = _resident("VmRSS") - before, _resident("VmHWM") - before, optimizer.stats()
     shape = typical_shape(count)
-    _, host = estimate_memory(shape, Settings(**setting._asdict()))
+    _, host = estimate_memory(shape, Settings(**setting))
     planned = sum(host.values()) / shape.parameters
+    masters = "split" if setting["master_dtype"] == "split" else "whole"
     return {
-        "name": setting.name,
+        "name": f"{setting['state_dtype']} moments, {masters} masters",
         "numel": count,
         "steps": steps,
         "resident_bytes_per_param": resident / count,
@@ -109,14 +100,29 @@ def measure(numel: int, steps: int, setting: Setting) -> Row:
     }
 
 
-def is_off(row: Row) -> bool:
-    """Returns whether ``stats()`` is further from the resident memory, or the plan below the peak, than promised."""
-    return bool(abs(row["of_stats"] - 1) > PROMISE or row["of_planned"] > 1 + PROMISE)
-
-
 def _resident(field: str) -> int:
     """Returns this process's resident memory in bytes: now (VmRSS), or at its peak (VmHWM)."""
     for line in _STATUS.read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) << 10
     raise OSError(f"{_STATUS} has no {field}")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    command.positive(args, "numel", "steps")
+    numel, steps = (10**8, 20) if args.quick else (int(args.numel), args.steps)
+    columns = ("resident", "stats", "peak", "planned", "journal_reserved")
+    print(f"{'bytes per parameter':32}" + "".join(f"{column:>17}" for column in columns))
+    rows, missed = [], []
+    for setting in SETTINGS:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            row = process.submit(measure, numel, steps, setting).result()
+        rows.append(row)
+        print(f"{row['name']:32}" + "".join(f"{row[f'{column}_bytes_per_param']:17.2f}" for column in columns))
+        if abs(row["of_stats"] - 1) > PROMISE or row["of_planned"] > 1 + PROMISE:
+            missed.append(f"{row['name']}: stats() or plan is off by more than {PROMISE:.0%}")
+    return {"rows": rows, "missed": missed}
+
+
+if __name__ == "__main__":
+    raise SystemExit(command.start(make_parser(), run))

@@ -7,19 +7,21 @@ too, and is shown apart. So is noticing users' edits of DTensors, which reads gr
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks import command
 from benchmarks.timing import in_turn
 from benchmarks.training.config import ModelConfig
+from tests.convergence.local_ranks import LocalRanks
 
 OFF, LIGHT, FULL = "off", "light", "full"
 CONTESTANTS = (OFF, LIGHT, FULL)
 PARTS = ("step", "check", "exchange", "notice")
-PROMISE = 0.01  # of a step, for light
 _WARM_UP = 4  # the first three steps are checked in full, whatever the option
 
 
@@ -28,57 +30,71 @@ class Workload:
     """Has ``rows`` of ``model.sequence`` tokens per rank and step; a contestant trains ``rounds`` x ``steps`` steps."""
 
     model: ModelConfig
-    rows: int = 4
-    rounds: int = 6
-    steps: int = 4
-    threads: int = 1
-    dtype: str = "bf16"
+    rows: int
+    rounds: int
+    steps: int
 
 
-def run_ranks(workload: Workload, ranks: int) -> list[dict[str, Any]]:
-    """Returns a row per contestant; per step the slowest rank counts."""
-    from tests.convergence.local_ranks import LocalRanks
+def make_parser() -> argparse.ArgumentParser:
+    parser = command.parser(
+        "ranks",
+        "Trains a sharded model (FSDP2, gloo, this machine's processors) with rank_check off, light and full in turn, "
+        "and times the checks inside the steps. The smaller --rows, the shorter a step and the larger the share of the "
+        "checks.",
+        plot=False,
+    )
+    command.add_option(parser, "--ranks", type=int, default=2, help="processes on this machine")
+    command.add_option(parser, "--hidden", type=int, default=512, help="width of the model")
+    command.add_option(parser, "--layers", type=int, default=4, help="of the model")
+    command.add_option(parser, "--rows", type=int, default=4, help="of 64 tokens, per rank and step")
+    command.add_option(parser, "--rounds", type=int, default=6, help="turns of each option")
+    command.add_option(parser, "--steps", type=int, default=4, help="per turn")
+    return parser
 
-    with LocalRanks(ranks) as local:
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    command.positive(args, "ranks", "hidden", "layers", "rows", "rounds", "steps")
+    if args.quick:
+        args.hidden, args.layers, args.rows, args.rounds, args.steps = 64, 1, 2, 1, 1
+    mlp = int(args.hidden * 2.6875)
+    model = ModelConfig(layers=args.layers, hidden=args.hidden, heads=8, kv_heads=4, mlp=mlp, sequence=64)
+    workload = Workload(model, args.rows, args.rounds, args.steps)
+    with LocalRanks(args.ranks) as local:
         measured = local.run(measure_rank, workload, limit=550.0)
     rows: list[dict[str, Any]] = []
     for name in CONTESTANTS:
-        times = {part: _slowest([rank[name][part] for rank in measured]) for part in PARTS}
-        base = rows[0]["seconds_median"] if rows else statistics.median(times["step"])
-        rows.append(_row(name, ranks, workload, measured[0], times, base))
-    return rows
-
-
-def _slowest(of_ranks: list[list[float]]) -> list[float]:
-    return [max(values) for values in zip(*of_ranks, strict=True)]
-
-
-def _row(
-    name: str, ranks: int, workload: Workload, first: dict[str, Any], times: dict[str, list[float]], base: float
-) -> dict[str, Any]:
-    step, check = statistics.median(times["step"]), statistics.median(times["check"])
-    return {
-        "name": name,
-        "ranks": ranks,
-        "isa": first["isa"],
-        "threads": workload.threads,
-        "numel": first["numel"],
-        "tokens": workload.rows * workload.model.sequence,
-        "steps": len(times["step"]),
-        "seconds_median": step,
-        "seconds_min": min(times["step"]),
-        "check_seconds_median": check,
-        "check_seconds_max": max(times["check"]),
-        "exchange_seconds_median": statistics.median(times["exchange"]),
-        "of_step": check / step,
-        "notice_seconds_median": statistics.median(times["notice"]),
-        "notice_of_step": statistics.median(times["notice"]) / step,
-        "bytes_per_param": None,
-        "gb_per_s": None,
-        "of_limit": None,
-        "ratio_to": OFF,
-        "ratio": step / base,
-    }
+        # Per step the slowest rank counts.
+        parts = {part: list(map(max, zip(*(rank[name][part] for rank in measured), strict=True))) for part in PARTS}
+        medians = {part: statistics.median(seconds) for part, seconds in parts.items()}
+        step = medians["step"]
+        row = {
+            "name": name,
+            "ranks": args.ranks,
+            "isa": measured[0]["isa"],
+            "threads": 1,
+            "dtype": "bf16",
+            "numel": measured[0]["numel"],
+            "tokens": args.rows * model.sequence,
+            "steps": len(parts["step"]),
+            "seconds_median": step,
+            "seconds_min": min(parts["step"]),
+            "check_seconds_median": medians["check"],
+            "check_seconds_max": max(parts["check"]),
+            "exchange_seconds_median": medians["exchange"],
+            "of_step": medians["check"] / step,
+            "notice_seconds_median": medians["notice"],
+            "notice_of_step": medians["notice"] / step,
+            "ratio_to": OFF,
+            "ratio": step / (rows[0]["seconds_median"] if rows else step),
+        }
+        rows.append(row)
+        print(
+            f"rank_check={name:5}  step {1e3 * step:8.1f} ms (x {row['ratio']:.3f})  "
+            f"checks {1e3 * medians['check']:7.3f} ms ({row['of_step']:6.2%} of the step)  "
+            f"exchange {1e3 * medians['exchange']:7.3f} ms  "
+            f"noticing edits {1e3 * medians['notice']:7.3f} ms ({row['notice_of_step']:6.2%})"
+        )
+    return {"rows": rows}
 
 
 def measure_rank(workload: Workload) -> dict[str, Any]:
@@ -105,9 +121,7 @@ class _Entrant:
         from tests.convergence.engines import Fsdp2
         from tests.convergence.setup import Setup
 
-        setup = Setup(
-            model=workload.model, dtype=workload.dtype, rank_check=check, bucket_numel=1 << 18, micro_batches=1
-        )
+        setup = Setup(model=workload.model, dtype="bf16", rank_check=check, bucket_numel=1 << 18, micro_batches=1)
         self.workload = workload
         self.engine = Fsdp2(setup, "always")
         self.times: dict[str, list[float]] = {part: [] for part in PARTS}
@@ -152,3 +166,7 @@ class _Entrant:
                 self.times["step"].append(time.perf_counter() - began)
                 for part, seconds in self._now.items():
                     self.times[part].append(seconds)
+
+
+if __name__ == "__main__":
+    raise SystemExit(command.start(make_parser(), run))

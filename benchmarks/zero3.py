@@ -1,0 +1,294 @@
+"""Measures DeepSpeed ZeRO-3 with stock CPU offload and with superoffload in the same processes, steps taken in turn.
+
+Everything runs on this machine's processors, over gloo; the GPU suite measures GPUs. The optimizer part is the time of
+the training thread in ``partition_grads`` (where gradients go to host memory and are measured), in the optimizer's
+``step()`` and, with on-demand delivery, in waiting for parameters. The first steps, whose ranks are compared in full,
+are warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import command, style
+from benchmarks.timing import in_turn
+from superoffload import kernels
+from superoffload.errors import ArgumentError
+from tests.convergence.local_ranks import LocalRanks
+
+STOCK, EAGER, LATER = "stock", "superoffload", "superoffload, on demand"
+CONTESTANTS = {STOCK: style.ORANGE, EAGER: style.BLUE, LATER: style.GREEN}
+_WARM_UP_STEPS = 4
+
+Row = dict[str, Any]
+Turns = Sequence[Sequence[float]]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = command.parser(
+        "zero3",
+        "Trains one model under DeepSpeed ZeRO-3 with stock CPU offload and with superoffload, eager and on demand, in "
+        "the same processes, steps taken in turn. Ratios are those of turns side by side.",
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="N", help="each measured")
+    command.add_option(parser, "--width", type=int, default=768, help="of the hidden layers")
+    command.add_option(parser, "--layers", type=int, default=4, help="of 8 width^2 parameters each")
+    command.add_option(parser, "--tokens", type=int, default=256, help="per rank and step")
+    command.add_option(parser, "--rounds", type=int, default=8, help="turns of each contestant")
+    command.add_option(parser, "--steps", type=int, default=3, help="per turn")
+    parser.add_argument("--clip", type=float, nargs="+", default=[0.0, 0.05], help="thresholds; 0: no clipping")
+    return parser
+
+
+@dataclass(frozen=True)
+class Workload:
+    width: int
+    layers: int
+    tokens: int
+    rounds: int  # measured turns of each contestant
+    steps: int  # per turn
+    clip: float
+
+
+def measure_rank(workload: Workload) -> dict[str, Row]:
+    """Returns every contestant's measurements on this rank, by name."""
+    os.environ.update(DS_ACCELERATOR="cpu", DEEPSPEED_LOG_LEVEL="error", LOCAL_SIZE=os.environ["LOCAL_WORLD_SIZE"])
+    # DeepSpeed compiles its kernels with the ninja that was installed next to this Python.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    import deepspeed
+
+    import superoffload.integrations.deepspeed as ours
+
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // torch.distributed.get_world_size()))
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    ours.enable()
+    entrants = {name: _Entrant(name, workload) for name in CONTESTANTS}
+    for turn in range(workload.rounds + 1):
+        for entrant in in_turn(list(entrants.values()), turn):
+            entrant.turn(warm_up=turn == 0)
+    return {name: entrant.result() for name, entrant in entrants.items()}
+
+
+class _Entrant:
+    """Trains one engine with its timers."""
+
+    def __init__(self, name: str, workload: Workload) -> None:
+        import deepspeed
+
+        self.workload = workload
+        self.host_before = _resident()
+        torch.manual_seed(1)
+        model = _Model(workload)
+        self.engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=_config(name, workload)
+        )
+        self.step_times: list[list[float]] = []  # by turn
+        self.part_times: list[list[float]] = []
+        self.part, self.steps, self.loss = 0.0, 0, 0.0
+        optimizer = self.engine.optimizer
+        optimizer.partition_grads = self._timed(optimizer.partition_grads)
+        optimizer.step = self._timed(optimizer.step)
+        parts = getattr(optimizer, "parts", None)  # stock DeepSpeed's has none
+        self.driver = None if parts is None else parts.driver
+        if self.driver is not None:
+            self.driver.deliver = self._timed(self.driver.deliver)
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        depth = 0
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            began = time.perf_counter()
+            depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                depth -= 1
+                if depth == 0:
+                    self.part += time.perf_counter() - began
+
+        return timed
+
+    def turn(self, *, warm_up: bool) -> None:
+        if not warm_up:
+            self.step_times.append([])
+            self.part_times.append([])
+        for _ in range(max(_WARM_UP_STEPS, self.workload.steps) if warm_up else self.workload.steps):
+            generator = torch.Generator().manual_seed(self.steps * 100 + self.engine.global_rank)
+            batch = torch.randn(self.workload.tokens, self.workload.width, generator=generator).bfloat16()
+            torch.distributed.barrier()
+            self.part, began = 0.0, time.perf_counter()
+            loss = self.engine(batch)
+            self.engine.backward(loss)
+            self.engine.step()
+            if not warm_up:
+                self.step_times[-1].append(time.perf_counter() - began)
+                self.part_times[-1].append(self.part)
+            self.steps += 1
+            self.loss = float(loss.detach())
+        if warm_up:
+            self.host_bytes = _resident() - self.host_before
+
+    def result(self) -> Row:
+        engine = None if self.driver is None else self.driver.engine
+        return {
+            "steps": self.step_times,
+            "parts": self.part_times,
+            "loss": self.loss,
+            "host_bytes": self.host_bytes,
+            "numel": sum(param.ds_numel for param in self.engine.module.parameters()),
+            "isa": None if engine is None else kernels.current_isa(),
+            "threads": None if engine is None else engine.pool.threads,
+            "clip_rate": None if engine is None else engine.stats().get("clip_rate"),
+        }
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.relu(self.up(self.norm(x))))
+        return x + out
+
+
+class _Model(nn.Module):
+    """Predicts its own input, so that the loss falls."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(_Layer(workload.width) for _ in range(workload.layers)))
+        self.dtype = torch.bfloat16
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = (self.layers(x) - x.roll(1, -1)).float().square().mean()
+        return loss
+
+
+def _config(name: str, workload: Workload) -> dict[str, Any]:
+    size = 4 * workload.width * workload.width
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": workload.clip,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu" if name == STOCK else "superoffload", "pin_memory": False},
+            "reduce_bucket_size": size,
+            "stage3_prefetch_bucket_size": size,
+            "stage3_param_persistence_threshold": 10 * workload.width,
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+        "bf16": {"enabled": True},
+        "steps_per_print": 10**9,
+    }
+    if name != STOCK:
+        config["superoffload"] = {"delivery": "on_demand" if name == LATER else "eager"}
+    return config
+
+
+def _resident() -> int:
+    """Returns the bytes of this process in memory."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def run(args: argparse.Namespace) -> Row:
+    command.positive(args, "ranks", "width", "layers", "tokens", "rounds", "steps")
+    if min(args.clip) < 0 or find_spec("deepspeed") is None:
+        raise ArgumentError("expected thresholds of at least 0, and DeepSpeed: pip install deepspeed==0.19.8")
+    if args.quick:
+        args.ranks, args.clip = [1], [0.0]
+        args.width, args.layers, args.tokens, args.rounds, args.steps = 64, 1, 16, 1, 1
+    rows: list[Row] = []
+    for ranks in args.ranks:
+        for clip in args.clip:
+            workload = Workload(args.width, args.layers, args.tokens, args.rounds, args.steps, clip)
+            with LocalRanks(ranks) as local:
+                found = local.run(measure_rank, workload, limit=900.0)
+            for name in CONTESTANTS:
+                rows.append(_row(name, ranks, workload, found))
+                print(_line(rows[-1]), flush=True)
+    return {"deepspeed": metadata.version("deepspeed"), "rows": rows}
+
+
+def _row(name: str, ranks: int, workload: Workload, found: Sequence[dict[str, Row]]) -> Row:
+    """Returns the first rank's measurements, with the memory of all ranks."""
+    mine, stock = found[0][name], found[0][STOCK]
+    parts = {"seconds": "steps", "optimizer_seconds": "parts"}
+    times: dict[str, list[float]] = {
+        key: [seconds for turn in mine[part] for seconds in turn] for key, part in parts.items()
+    }
+    return {
+        "name": name,
+        "ranks": ranks,
+        "clip": workload.clip or None,
+        "precision": "bf16",
+        **{key: mine[key] for key in ("isa", "threads", "numel", "loss", "clip_rate")},
+        "tokens": workload.tokens,
+        **{f"{key}_median": statistics.median(seconds) for key, seconds in times.items()},
+        **{f"{key}_min": min(seconds) for key, seconds in times.items()},
+        "host_bytes": sum(rank[name]["host_bytes"] for rank in found),
+        "ratio_to": STOCK,
+        "ratio": _ratio(mine["steps"], stock["steps"]),
+        "optimizer_ratio": _ratio(mine["parts"], stock["parts"]),
+    }
+
+
+def _ratio(mine: Turns, theirs: Turns) -> float:
+    """Compares turns taken side by side, so that a machine that becomes slower or faster affects both."""
+    pairs = zip(mine, theirs, strict=True)
+    return statistics.median(statistics.median(ours) / statistics.median(stock) for ours, stock in pairs)
+
+
+def _clip(row: Row) -> str:
+    return "no clipping" if row["clip"] is None else f"clip {row['clip']:g}"
+
+
+def _line(row: Row) -> str:
+    return (
+        f"{row['ranks']} ranks, {_clip(row):12} {row['name']:24} step {1e3 * row['seconds_median']:7.1f} ms "
+        f"(x {row['ratio']:.2f})  optimizer {1e3 * row['optimizer_seconds_median']:7.1f} ms "
+        f"(x {row['optimizer_ratio']:.2f})  host {row['host_bytes'] / 2**20:6.0f} MiB  loss {row['loss']:.4f}"
+    )
+
+
+def plot(report: Row, path: Path) -> None:
+    """Draws each row's step as a bar, with the optimizer part dark at its foot."""
+    rows = report["rows"]
+    places = list(dict.fromkeys((row["ranks"], _clip(row)) for row in rows))
+    with style.drawing(path, 9.0, 4.2) as figure:
+        axes = figure.add_subplot()
+        for index, (name, colour) in enumerate(CONTESTANTS.items()):
+            mine = [row for row in rows if row["name"] == name]
+            x = [places.index((row["ranks"], _clip(row))) + 0.22 * (index - 1) for row in mine]
+            axes.bar(x, [1e3 * row["seconds_median"] for row in mine], 0.2, color=colour, alpha=0.35)
+            axes.bar(x, [1e3 * row["optimizer_seconds_median"] for row in mine], 0.2, color=colour, label=name)
+        axes.set_xticks(range(len(places)), [f"{ranks} ranks,\n{clip}" for ranks, clip in places])
+        axes.set_title("Milliseconds per step; dark: the optimizer's part of it")
+        axes.grid(axis="x", visible=False)
+        axes.legend()
+
+
+if __name__ == "__main__":
+    raise SystemExit(command.start(make_parser(), run, plot))
