@@ -1,21 +1,70 @@
-"""The GPU suite's races, at toy size on a CPU: they find a delivery that comes too late."""
+"""The GPU suite at toy size on a CPU: its contestants train alike, it finds a race, its targets are computed right."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu_suite import races
+from benchmarks.gpu_suite import races, targets, training
+from benchmarks.gpu_suite.contestants import (
+    ALL_ON_DEVICE,
+    BARE,
+    OURS,
+    OURS_CLIPPED,
+    OURS_FSDP2,
+    OURS_SYNCHRONOUS,
+)
 from benchmarks.gpu_suite.devices import Device
+from benchmarks.gpu_suite.settings import TOY, train_row
+from benchmarks.gpu_suite.table import short_table, table
 from superoffload import _native
+
+PEER, GPU_PEER = "DeepSpeed ZeRO-Offload", "DeepSpeed SuperOffload"
+OURS_HALF = "ours, 50 % clipped"
+
+
+@pytest.fixture(autouse=True)
+def no_rank_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Contestants make this process the only rank of a run; Accelerate would take what follows for distributed."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.setenv(name, "")  # so that it is put back as it was
+        monkeypatch.delenv(name)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+# ---- contestants -----------------------------------------------------------------------------------------------------
+
+
+def measured(contestant: str) -> dict[str, Any]:
+    return training.measure(train_row(contestant, "cpu", TOY, 64, False))
+
+
+def test_all_contestants_of_a_cpu_train_the_same_way() -> None:
+    """The same loss from the same model and batches, and clipping that does what the row says."""
+    names = (ALL_ON_DEVICE, OURS, OURS_CLIPPED, OURS_SYNCHRONOUS, OURS_HALF, OURS_FSDP2, BARE)
+    results = {name: measured(name) for name in names}
+    ours, stats = results[OURS], {name: results[name].get("stats", {}) for name in names}
+    assert len({result["losses"][0] for result in results.values()}) == 1 and "digests" not in results[BARE]
+    assert ours["losses"] == pytest.approx(results[ALL_ON_DEVICE]["losses"], abs=2e-3)
+    assert ours["losses"] == pytest.approx(results[OURS_FSDP2]["losses"], abs=2e-3)
+    assert ours["digests"] == results[OURS_SYNCHRONOUS]["digests"] != results[OURS_CLIPPED]["digests"]
+    assert [stats[name]["clip_rate"] for name in (OURS, OURS_CLIPPED)] == [0.0, 1.0]
+    assert results[OURS_HALF]["timed"]["clipped_steps"] == results[OURS_HALF]["timed"]["steps"] / 2
+    assert stats[OURS_SYNCHRONOUS]["buckets_speculated"] == 0 < stats[OURS]["buckets_speculated"]
+    assert stats[OURS]["steps"] == TOY.warm_up + TOY.blocks * TOY.steps
+
+
+# ---- races -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_parameter_that_a_delay_keeps_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Delays change no bit; with the planted fault a delivery that comes after a delay is lost."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # races would set it for good
     assert races.run_races("cpu", "always", "eager", seeds=[1], steps=3)["different_seeds"] == []
     delayed: list[bool] = []
     delay, publish = Device.delay, _native.HostPieces.publish
@@ -33,3 +82,62 @@ def test_a_parameter_that_a_delay_keeps_back_is_found(monkeypatch: pytest.Monkey
     monkeypatch.setattr(_native.HostPieces, "publish", losing)
     assert races.run_races("cpu", "always", "eager", seeds=[1], steps=3)["different_seeds"] == [1]
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+# ---- targets ---------------------------------------------------------------------------------------------------------
+
+
+def result_row(contestant: str, seconds: float | None, **more: Any) -> dict[str, Any]:
+    """A billion parameters on a GPU that does not exist; seconds None: it ran out of memory."""
+    result = {
+        "parameters": 10**9,
+        "bare_seconds": 0.08,
+        "device": "imagined",
+        "losses": [5.0],
+        "digests": {"master": "a"},
+        "seconds_median": seconds,
+        "tokens_per_second": 1.0,
+        "final_loss": 1.0,
+        "host_peak_resident_bytes": 1,
+    }
+    return {
+        "key": f"8192 tokens, {contestant}",
+        "status": "done",
+        "settings": {"what": "train", "contestant": contestant, "tokens": 8192, "capped_gib": None},
+        "result": {**result, **more} if seconds is not None else {"out_of_memory": "too little"},
+    }
+
+
+def judge(*trained: dict[str, Any]) -> dict[str, tuple[str, Any]]:
+    """The bound is the largest of 0.1 s on the device, 0.2 s for a CPU pass and 0.05 s for the slower transfer."""
+    link = {"down_gb_per_s": 50.0, "up_gb_per_s": 40.0, "both_gb_per_s": 20.0, "device": "imagined"}
+    machine = [
+        {"key": key, "status": "done", "settings": {"what": key}, "result": result}
+        for key, result in (("link", link), ("adam", {"step_seconds_per_param": 0.2e-9, "threads": 16}))
+    ]
+    judged = targets.all_targets([*machine, *trained])
+    text = table([*machine, *trained], judged)
+    assert all(target.name in text for target in judged)
+    assert len(short_table([*machine, *trained], judged).encode()) < 4096
+    return {target.name.partition(": ")[2]: (target.verdict, target.value) for target in judged}
+
+
+def test_targets_are_computed_from_the_rows() -> None:
+    verdicts = judge(
+        result_row(BARE, 0.08),
+        result_row(ALL_ON_DEVICE, 0.1),
+        result_row(OURS, 0.22, gpu_used_bytes=104),
+        result_row(OURS_CLIPPED, 0.24),
+        result_row(OURS_SYNCHRONOUS, 0.3, digests={"master": "b"}),
+        result_row(PEER, 0.58, gpu_used_bytes=100),
+        result_row(GPU_PEER, 0.48, gpu_used_bytes=200),
+    )
+    assert verdicts["ours, iteration over the bound"] == ("met", pytest.approx(1.1))
+    assert verdicts["ours, every step clipped, iteration over the bound"] == ("missed", pytest.approx(1.2))
+    assert verdicts["ours, exposed time over the best peer's"] == ("missed", pytest.approx(0.14 / 0.4))
+    assert verdicts["ours, GPU memory over the leanest peer's"] == ("met", pytest.approx(1.04))
+    assert verdicts["ours and ours, synchronous, parts of the state that differ"] == ("missed", 1.0)
+    missing = judge(result_row(OURS, 0.22), result_row(ALL_ON_DEVICE, None))
+    assert set(missing.values()) == {("not measured", None)}
+    on_cpu = judge(result_row(ALL_ON_DEVICE, 0.1), result_row(OURS, 0.1, device="cpu"))
+    assert on_cpu["ours, iteration over the bound"] == ("not measured", pytest.approx(0.5))
