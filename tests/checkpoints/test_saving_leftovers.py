@@ -30,8 +30,11 @@ def test_what_is_removed_and_what_stays(tmp_path: Path, reader: Any) -> None:
     )
     stays = [
         left(tmp_path, name)
-        for name in (f".writing-step-11-{MARK}", f".writing-best-1-{MARK}", ".writing-notes", ".removing-old", ".x")
-    ]
+        for name in (
+            f".writing-step-11-{MARK}", f".writing-step-13-{MARK}", f".writing-best-1-{MARK}", ".writing-notes",
+            ".removing-old", ".x",
+        )
+    ]  # fmt: skip
     assert checkpoints.latest(tmp_path) is None
     checkpoints.save(tmp_path / "step-10", *reader)
     assert not same.exists() and earlier.exists() and removing.exists()
