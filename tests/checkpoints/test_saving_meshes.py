@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from superoffload import AdamW, checkpoints
-from tests.support.meshes import LAYOUTS, laid_out, loss_of, options_of, rows, whole, whole_model
+from tests.support.meshes import LAYOUTS, everything, laid_out, loss_of, options_of, rows, whole_model
 from tests.support.rank_processes import on_ranks
 
 Contents = dict[str, Tensor]
@@ -35,15 +35,6 @@ def steps(model: nn.Module, optimizer: AdamW, name: str, seeds: range) -> None:
         optimizer.step()
 
 
-def everything(model: nn.Module, optimizer: AdamW) -> Contents:
-    """All state, gathered, by name and kind."""
-    found = {}
-    for name, param in model.named_parameters():
-        found[name] = whole(param)
-        found.update({f"{key} {name}": whole(value) for key, value in optimizer.state.get(param, {}).items()})
-    return found
-
-
 def assert_equal(found: Contents, expected: Contents) -> None:
     assert set(found) == set(expected)
     for key, value in expected.items():
@@ -55,14 +46,14 @@ def save(name: str, folder: str) -> tuple[Contents, Contents]:
     model, optimizer = made(name, 0)
     with optimizer:
         steps(model, optimizer, name, range(3))
-        saved = everything(model, optimizer)
+        saved = everything(model.named_parameters(), optimizer)
         parameters, state = get_state_dict(model, optimizer)
         state_dict_saver.save({"model": parameters, "optimizer": state}, checkpoint_id=f"{folder}/dcp")
         checkpoints.export_weights(f"{folder}/masters", model, optimizer, masters=True)
         saving = checkpoints.save_in_background(f"{folder}/ours", model, optimizer, memory=0)
         steps(model, optimizer, name, range(3, 6))
         saving.wait(60)
-        return saved, everything(model, optimizer)
+        return saved, everything(model.named_parameters(), optimizer)
 
 
 def load(name: str, folder: str, by_torch: bool) -> tuple[Contents, Contents]:
@@ -76,9 +67,9 @@ def load(name: str, folder: str, by_torch: bool) -> tuple[Contents, Contents]:
             set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
         else:
             checkpoints.load(f"{folder}/ours", model, optimizer)
-        loaded = everything(model, optimizer)
+        loaded = everything(model.named_parameters(), optimizer)
         steps(model, optimizer, name, range(3, 6))
-        return loaded, everything(model, optimizer)
+        return loaded, everything(model.named_parameters(), optimizer)
 
 
 def test_any_layout_loads_what_any_other_saved(tmp_path: Path) -> None:
@@ -96,7 +87,7 @@ def test_any_layout_loads_what_any_other_saved(tmp_path: Path) -> None:
     model, optimizer = made("", 7)
     with optimizer:
         checkpoints.load(tmp_path / "ours", model, optimizer)
-        assert_equal(everything(model, optimizer), saved)
+        assert_equal(everything(model.named_parameters(), optimizer), saved)
     exported = load_file(tmp_path / "masters" / "model.safetensors")
     assert set(exported) == {key for key in saved if " " not in key}
     for key, value in exported.items():
@@ -108,7 +99,7 @@ def experts(name: str, folder: str, saves: bool) -> Contents:
     with AdamW(model.parameters(), **options_of(model, {})) as optimizer:
         steps(model, optimizer, name, range(1))
         (checkpoints.save if saves else checkpoints.load)(folder, model, optimizer)
-        return everything(model, optimizer)
+        return everything(model.named_parameters(), optimizer)
 
 
 def test_experts_move_between_meshes(tmp_path: Path) -> None:

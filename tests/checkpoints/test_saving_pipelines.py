@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from superoffload import AdamW, checkpoints
-from tests.support.meshes import options_of, whole
+from tests.support.meshes import everything, options_of
 from tests.support.pipelines import WAYS, Pipeline, is_tied, whole_of
 from tests.support.rank_processes import error_of, on_ranks
 
 Contents = dict[str, Tensor]
-
-
-def everything(named: Any, optimizer: AdamW) -> Contents:
-    found = {}
-    for name, param in named:
-        found[name] = whole(param)
-        found.update({f"{key} {name}": whole(value) for key, value in optimizer.state[param].items()})
-    return found
 
 
 def trained(way: str, folder: str, saves: bool) -> tuple[Contents, Contents, str]:

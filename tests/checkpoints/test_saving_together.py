@@ -116,7 +116,7 @@ def test_links_and_other_series_are_left_alone(tmp_path: Path, reader: Any) -> N
     checkpoints.save(outside / "step-0", *reader)
     for name in ("step-1", "step-2", "other-1", "final", "run2-step-1"):
         checkpoints.save(root / name, *reader)
-    links = {"latest": "step-2", "step-0": outside / "step-0", "step-3": "nowhere", "best": "step-1"}
+    links: dict[str, Any] = {"latest": "step-2", "step-0": outside / "step-0", "step-3": "nowhere", "best": "step-1"}
     for name, target in links.items():
         (root / name).symlink_to(target)
     checkpoints.save(root / "step-10", *reader)

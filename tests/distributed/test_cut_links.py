@@ -114,7 +114,7 @@ def test_both_ranks_end_in_time(tmp_path: Path) -> None:
     """Side by side: most of each is waiting for a time-out. What happens in FSDP2's own collectives:
     test_several_hosts.py."""
     with ThreadPoolExecutor(6) as threads:
-        told = list(threads.map(lambda case: tell(*case, tmp_path), CASES))
+        told = list(threads.map(lambda case: tell(case[0], case[1], case[2], tmp_path), CASES))
     for (point, *_), outcomes in zip(CASES, told, strict=True):
         assert not any(outcome.error for outcome in outcomes), outcomes
         for outcome, words in zip(outcomes, EXPECTED.get(point, (ABSENT, NOT_REACHED)), strict=True):

@@ -54,7 +54,7 @@ FOUND = [
 
 def train_until_error(way: str, fault: str, step: int, rank: int) -> list[Any]:
     pipeline = Pipeline(way, torch.bfloat16)
-    named = dict(pipeline.named())
+    named: dict[str, Any] = dict(pipeline.named())
 
     def backward(number: int) -> None:
         pipeline.backward(number, pipeline.part)

@@ -106,8 +106,9 @@ def carried(way: str, first: str, second: str) -> None:
                 # Checked as it was loaded: no step has published anything since. One rank's gradient is no number.
                 loaded.zero_grad()
                 other.loss(tokens_of(50, 0)).backward()
+                gradient: Any = next(other.layers.parameters()).grad
                 if dist.get_rank() == 1:
-                    local_of(next(other.layers.parameters()).grad).view(-1)[-1] = torch.nan
+                    local_of(gradient).view(-1)[-1] = torch.nan
                 loaded.step()
                 assert same_states(state_of(loaded), masters) and loaded.stats()["skipped_steps"] == 1
                 for group in loaded.param_groups:

@@ -173,6 +173,15 @@ def whole(value: Any) -> Tensor:
     return tensor.detach().double()
 
 
+def everything(named: Iterable[tuple[str, nn.Parameter]], optimizer: AdamW) -> dict[str, Tensor]:
+    """All parameters and their state, gathered, by name and kind."""
+    found = {}
+    for name, param in named:
+        found[name] = whole(param)
+        found.update({f"{key} {name}": whole(value) for key, value in optimizer.state.get(param, {}).items()})
+    return found
+
+
 def norm_in_double(model: nn.Module) -> float:
     return math.sqrt(sum(float(whole(p.grad).square().sum()) for p in model.parameters() if p.grad is not None))
 
