@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -86,19 +87,15 @@ def test_saving_and_loading_need_no_memory_beside_the_state(tmp_path: Path) -> N
     assert len(found) == 7 and all(more <= 0.03 for more in found.values()), found
 
 
-def boxes_of(shape: tuple[int, ...], chance: random.Random) -> list[Box]:
-    """Some cut of a tensor into boxes: along any of its dimensions, with empty boxes."""
+def pieces_of(shape: tuple[int, ...], chance: random.Random) -> list[Piece]:
+    """Some cut of a tensor into boxes: along any of its dimensions, or of all elements in a row; with empty boxes."""
+    flat = chance.random() < 0.4
     runs = []
-    for size in shape:
+    for size in (torch.Size(shape).numel(),) if flat else shape:
         few = chance.randint(0, 3) if chance.random() < 0.5 else 0
         ends = sorted({0, size, *(chance.randint(0, size) for _ in range(few))})
         runs.append([(start, end - start) for start, end in itertools.pairwise([0, *ends])])
-    return [Box(tuple(o for o, _ in box), tuple(n for _, n in box)) for box in itertools.product(*runs)]
-
-
-def pieces_of(shape: tuple[int, ...], chance: random.Random) -> list[Piece]:
-    flat = chance.random() < 0.4
-    boxes = boxes_of((torch.Size(shape).numel(),) if flat else shape, chance)
+    boxes = (Box(tuple(o for o, _ in box), tuple(n for _, n in box)) for box in itertools.product(*runs))
     return [Piece(shape, box, flat) for box in boxes]
 
 
@@ -152,15 +149,16 @@ def model_with(last: nn.Module) -> nn.Sequential:
 
 
 def test_extra_state_is_compared_before_anything_changes(tmp_path: Path) -> None:
+    """And goes back to its module, also where it is a tensor."""
     lacks = "lacks the extra state 1._extra_state"
-    for saved, ours, words in (
+    for number, (saved, ours, words) in enumerate((
         (OneWay(), nn.Identity(), f"the model {lacks}"),
         (Keeping(), nn.Identity(), f"the model {lacks}"),
         (nn.Identity(), Keeping(), f"the checkpoint {lacks}"),
         (OneWay(), OneWay(), "1._extra_state: the module has get_extra_state and no set_extra_state"),
-    ):
+    )):  # fmt: skip
         first, second = model_with(saved), model_with(ours)
-        folder = tmp_path / f"{len(os.listdir(tmp_path))}"
+        folder = tmp_path / str(number)
         with AdamW(first.parameters(), threads=1) as one, AdamW(second.parameters(), threads=1) as other:
             checkpoints.save(folder, first, one)
             with torch.no_grad():
@@ -172,18 +170,13 @@ def test_extra_state_is_compared_before_anything_changes(tmp_path: Path) -> None
                 assert words in str(caught.value)
                 assert all(map(torch.equal, before[0], second.parameters()))
                 assert other.state_dict()["param_groups"] == before[1]
-
-
-def test_extra_state_that_is_a_tensor_goes_back_to_its_module(tmp_path: Path) -> None:
-    keeping, other = Keeping(), Keeping()
-    keeping.kept = torch.tensor([1.0, 2.0, 3.0])
-    model = model_with(keeping)
+    keeping, took = Keeping(), Keeping()
+    keeping.kept, wrapped = torch.tensor([1.0, 2.0, 3.0]), nn.Module()
+    model, wrapped.module = model_with(keeping), model_with(took)  # as DistributedDataParallel names what it wraps
     with AdamW(model.parameters(), threads=1) as optimizer:
         checkpoints.save(tmp_path / "a", model, optimizer)
-    wrapped = nn.Module()
-    wrapped.module = model_with(other)  # as DistributedDataParallel names what it wraps
     checkpoints.load(tmp_path / "a", wrapped)
-    assert torch.equal(other.kept, keeping.kept)
+    assert torch.equal(took.kept, keeping.kept)
 
 
 class Two(nn.Module):
@@ -212,10 +205,7 @@ def test_tied_in_the_model_and_two_in_the_checkpoint(tmp_path: Path) -> None:
 
 
 def fail_while_it_loads(patch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
-    def fail(*_: Any) -> None:
-        raise error("as a module's set_extra_state may")
-
-    patch.setattr(loading, "_load_model", fail)
+    patch.setattr(loading, "_load_model", mock.Mock(side_effect=error("as a module's set_extra_state may")))
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -243,15 +233,6 @@ def test_loaded_in_part(error: type[BaseException], tmp_path: Path, monkeypatch:
     straight.optimizer.close()
 
 
-def refuse_memory(patch: pytest.MonkeyPatch) -> None:
-    """For state of parameters that had none, before anything is read."""
-
-    def refuse(*_: Any) -> None:
-        raise HostMemoryError("1 GB more were refused")
-
-    patch.setattr(State, "adopt_loaded", refuse)
-
-
 def changes_on_one(folder: str) -> list[str]:
     model, options = build("fsdp2")
     errors = []
@@ -265,8 +246,9 @@ def changes_on_one(folder: str) -> list[str]:
                 fail_while_it_loads(patch, RuntimeError)
             errors.append(error_of(lambda: checkpoints.load(f"{folder}/a", model, optimizer)))
         with pytest.MonkeyPatch.context() as patch:
-            if dist.get_rank() == 1:
-                refuse_memory(patch)
+            if dist.get_rank() == 1:  # for state of parameters that had none, before anything is read
+                refuse = mock.Mock(side_effect=HostMemoryError("1 GB more were refused"))
+                patch.setattr(State, "adopt_loaded", refuse)
             errors.append(error_of(lambda: checkpoints.load(f"{folder}/b", model, optimizer)))
         errors.append(error_of(lambda: optimizer.step()))
         checkpoints.load(f"{folder}/b", model, optimizer)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +25,22 @@ def piece(**values: Any) -> Callable[[Content], None]:
     return lambda content: content["tensors"][KEY][0].update(values)
 
 
-def without(*path: Any) -> Callable[[Content], None]:
-    def change(content: Any) -> None:
-        for key in path[:-1]:
-            content = content[key]
-        del content[path[-1]]
+def at(*path: Any, value: Any = None, delete: bool = False) -> Callable[[Content], Any]:
+    def change(content: Any) -> Any:
+        place = functools.reduce(lambda one, key: one[key], path[:-1], content)
+        if delete:
+            del place[path[-1]]
+        else:
+            place[path[-1]] = value
+        return content
 
     return change
 
 
-def at(*path: Any, value: Any) -> Callable[[Content], None]:
-    def change(content: Any) -> None:
-        for key in path[:-1]:
-            content = content[key]
-        content[path[-1]] = value
-
-    return change
+without = functools.partial(at, delete=True)
 
 
-MANIFESTS: dict[str, Callable[[Content], None]] = {
+MANIFESTS: dict[str, Callable[[Content], Any]] = {
     "no files": without("files"),
     "no state": without("files", "state.pt"),
     "state without checksum": at("files", "state.pt", value={"bytes": 5, "header": "0" * 64}),
@@ -85,39 +82,28 @@ def test_forged_manifests_are_refused(saved: Path, run: Run, tmp_path: Path) -> 
     for number, (name, change) in enumerate(MANIFESTS.items()):
         folder = forged(saved, tmp_path / str(number), change)
         assert str(folder) in refusal_of(folder, run), name
-
-
-def test_manifests_of_other_versions_are_refused(saved: Path, run: Run, tmp_path: Path) -> None:
-    for number, version in enumerate([1, 3, "2", None, [2]]):
-        folder = forged(saved, tmp_path / f"version-{number}", at("version", value=version))
+    for version in (1, 3, "2", None, [2]):
+        folder = forged(saved, tmp_path / f"version-{version}", at("version", value=version))
         assert "this superoffload reads 2" in refusal_of(folder, run), version
-
-
-def state_at(*path: Any, value: Any) -> Callable[[Content], Any]:
-    def changed(content: Content) -> Any:
-        at(*path, value=value)(content)
-        return content
-
-    return changed
 
 
 STATES: dict[str, Callable[[Content], Any]] = {
     "a list": lambda _: [],
     "a tensor": lambda _: torch.zeros(3),
-    "no groups": state_at("groups", value=None),
-    "no params": state_at("groups", 0, "params", value=None),
-    "params numbers": state_at("groups", 0, "params", value=[1]),
+    "no groups": at("groups", value=None),
+    "no params": at("groups", 0, "params", value=None),
+    "params numbers": at("groups", 0, "params", value=[1]),
     "no lr": lambda content: {**content, "groups": [{"params": g["params"]} for g in content["groups"]]},
-    "weight decay a list": state_at("groups", 0, "weight_decay", value=[1]),
-    "betas null": state_at("groups", 0, "betas", value=None),
-    "amsgrad of many": state_at("groups", 0, "amsgrad", value=torch.ones(3)),
-    "steps of nothing": state_at("steps", value={}),
-    "steps negative": state_at("steps", "scale", value=-1),
-    "steps a float": state_at("steps", "scale", value=1.5),
-    "steps beyond all": state_at("steps", "scale", value=10**400),
-    "aliases of what is not there": state_at("aliases", "head.weight", value="nothing"),
-    "other numbered": state_at("other", 3, value=3),
-    "other of no module": state_at("other", "nothing._extra_state", value=3),
+    "weight decay a list": at("groups", 0, "weight_decay", value=[1]),
+    "betas null": at("groups", 0, "betas", value=None),
+    "amsgrad of many": at("groups", 0, "amsgrad", value=torch.ones(3)),
+    "steps of nothing": at("steps", value={}),
+    "steps negative": at("steps", "scale", value=-1),
+    "steps a float": at("steps", "scale", value=1.5),
+    "steps beyond all": at("steps", "scale", value=10**400),
+    "aliases of what is not there": at("aliases", "head.weight", value="nothing"),
+    "other numbered": at("other", 3, value=3),
+    "other of no module": at("other", "nothing._extra_state", value=3),
     "extra missing": lambda content: {key: value for key, value in content.items() if key != "extra"},
 }
 
@@ -161,21 +147,20 @@ def mutate(content: Content, chance: random.Random) -> None:
 
 def test_mutated_manifests_change_nothing(saved: Path, run: Run, tmp_path: Path) -> None:
     """Every mutant either raises ArgumentError, or loads what was saved: checksums leave nothing between."""
-    expected, straight = Run(4, torch.bfloat16), run.everything()
-    checkpoints.load(saved, expected.model, expected.optimizer)
-    loaded = 0
+    other, loaded = Run(4, torch.bfloat16), 0
+    before = other.optimizer.state_digests()
+    checkpoints.load(saved, run.model, run.optimizer)
     for seed in range(150):
-        folder = forged(saved, tmp_path / str(seed), partial(mutate, chance=random.Random(seed)))
+        folder = forged(saved, tmp_path / str(seed), functools.partial(mutate, chance=random.Random(seed)))
         try:
-            checkpoints.load(folder, run.model, run.optimizer)
+            checkpoints.load(folder, other.model, other.optimizer)
         except ArgumentError:
+            assert loaded or other.optimizer.state_digests() == before
             continue
         loaded += 1
-        assert run.optimizer.state_digests() == expected.optimizer.state_digests(), seed
-    if not loaded:
-        assert_same(run.everything(), straight)
+        assert other.optimizer.state_digests() == run.optimizer.state_digests(), seed
     assert loaded < 50
-    expected.optimizer.close()
+    other.optimizer.close()
 
 
 # ---- what is no file of ours ------------------------------------------------------------------------------------
@@ -194,15 +179,12 @@ def test_strange_files_hide_no_checkpoint_and_hang_nothing(kind: str, saved: Pat
     assert checkpoints.latest(tmp_path) == good
 
 
-def test_paths_that_cannot_be(run: Run) -> None:
+def test_paths_that_cannot_be_and_links(saved: Path, run: Run, tmp_path: Path) -> None:
     folders: list[Any] = ["a\0b", "x" * 5000, "\ud800", b"a", 3]
     for folder in folders:
         with pytest.raises(ArgumentError):
             checkpoints.load(folder, run.model, run.optimizer)
         assert not isinstance(folder, str) or checkpoints.latest(folder) is None
-
-
-def test_folders_may_be_links(saved: Path, run: Run, tmp_path: Path) -> None:
     (tmp_path / "all").symlink_to(saved.parent)
     (tmp_path / "newest").symlink_to(tmp_path / "all" / saved.name)
     checkpoints.load(tmp_path / "newest", run.model, run.optimizer)

@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,20 +86,24 @@ def test_saved_in_the_middle_of_a_window(tmp_path: Path) -> None:
     other.optimizer.close()
 
 
-class HeldUp:
-    """Lets the writing thread write an entry only when told to."""
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The writing thread writes an entry only once it is set."""
+    go, write = threading.Event(), TensorFile.write
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go = threading.Event()
-        self.began = threading.Event()
-        write = TensorFile.write
+    def held_up(file: TensorFile, name: str, runs: Any) -> None:
+        assert go.wait(60)
+        write(file, name, runs)
 
-        def held_up(file: TensorFile, name: str, runs: Any) -> None:
-            self.began.set()
-            assert self.go.wait(60)
-            write(file, name, runs)
+    monkeypatch.setattr(TensorFile, "write", held_up)
+    return go
 
-        monkeypatch.setattr(TensorFile, "write", held_up)
+
+def assert_resumes(folder: Path, expected: Any, dtype: torch.dtype = torch.float32) -> None:
+    other = Run(1, dtype)
+    other.resume(folder)
+    assert_same(other.everything(), expected)
+    other.optimizer.close()
 
 
 def test_copies_of_resident_shards_count_until_they_are_written() -> None:
@@ -133,53 +136,36 @@ def test_copies_of_resident_shards_count_until_they_are_written() -> None:
 @pytest.mark.over_stand_in
 @pytest.mark.parametrize(("mode", "master"), [("always", "split"), ("never", "fp32")])
 def test_training_goes_on_while_a_checkpoint_is_written(
-    mode: str, master: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, master: str, tmp_path: Path, held: threading.Event
 ) -> None:
     run = Run(0, torch.bfloat16, mode, master_dtype=master)
     run.steps(range(2))
     at_save, saved = run.everything(), run.extra()
-    held = HeldUp(monkeypatch)
     saving = checkpoints.save_in_background(tmp_path / "a", run.model, run.optimizer, extra=saved)
     run.steps(range(2, 5))  # several steps, and nothing was written yet
-    assert held.began.wait(60) and not saving.done
+    assert not saving.done
     with pytest.raises(StateError, match="not written after"):
         saving.wait(0.01)
-    held.go.set()
+    held.set()
     assert saving.wait(60) == tmp_path / "a"
     state = sum(3 * 4 * p.numel() for p in run.model.parameters() if p.requires_grad)
     assert 0 < saving.largest_extra_bytes <= state
-    other = Run(1, torch.bfloat16)
-    other.resume(tmp_path / "a")
-    assert_same(other.everything(), at_save)
+    assert_resumes(tmp_path / "a", at_save, torch.bfloat16)
     run.optimizer.close()
-    other.optimizer.close()
 
 
-def test_without_memory_for_copies_a_step_waits_for_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_copies_a_step_waits_for_its_part(tmp_path: Path, held: threading.Event) -> None:
     run = Run(0, torch.float32)
     run.steps(range(2))
     at_save, saved = run.everything(), run.extra()
-    held = HeldUp(monkeypatch)
     saving = checkpoints.save_in_background(tmp_path / "a", run.model, run.optimizer, extra=saved, memory=0)
-    assert held.began.wait(60)
-    finished = threading.Event()
-
-    def let_go() -> None:
-        if not finished.is_set():
-            held.go.set()
-
-    timer = threading.Timer(0.5, let_go)
+    timer = threading.Timer(0.3, held.set)
     timer.start()
     run.steps(range(2, 4))
-    waited = held.go.is_set()  # the timer, and nothing else, has let the step go on
-    finished.set()
-    timer.join()
-    assert waited and saving.wait(60) and saving.largest_extra_bytes == 0
-    other = Run(1, torch.float32)
-    other.resume(tmp_path / "a")
-    assert_same(other.everything(), at_save)
-    for one in (run, other):
-        one.optimizer.close()
+    assert held.is_set(), "the timer, and nothing else, has let the step go on"
+    assert saving.wait(60) and saving.largest_extra_bytes == 0
+    assert_resumes(tmp_path / "a", at_save)
+    run.optimizer.close()
 
 
 def test_a_second_checkpoint_waits_for_the_first_one(tmp_path: Path) -> None:
@@ -188,20 +174,19 @@ def test_a_second_checkpoint_waits_for_the_first_one(tmp_path: Path) -> None:
     for step in range(4):
         run.steps(range(step, step + 1))
         name = tmp_path / f"step-{step}"
-        savings.append(checkpoints.save_in_background(name, run.model, run.optimizer, extra=run.extra(), keep=2))
+        savings.append(checkpoints.save_in_background(name, run.model, run.optimizer, keep=2))
     for saving in savings:
         saving.wait(60)
     assert [path.name for path in folders.finished(tmp_path)] == ["step-2", "step-3"]
     run.optimizer.close()
 
 
-def test_a_frozen_parameter_written_meanwhile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_parameter_written_meanwhile_is_an_error(tmp_path: Path, held: threading.Event) -> None:
     run = Run(0, torch.float32)
-    held = HeldUp(monkeypatch)
     saving = checkpoints.save_in_background(tmp_path / "a", run.model, run.optimizer)
     with torch.no_grad():
         run.model.frozen.weight.add_(1.0)
-    held.go.set()
+    held.set()
     with pytest.raises(StateError, match=r"frozen.weight: written to while it was saved"):
         saving.wait(60)
     assert list(tmp_path.iterdir()) == []
@@ -233,11 +218,8 @@ def test_a_full_disk_leaves_the_checkpoint_before(
             checkpoints.export_weights(tmp_path, run.model, run.optimizer)
         assert re.search(f"saving .*step-3 in the background failed: .*{reason}", caplog.text)
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
-    other = Run(3, torch.float32)
-    other.resume(tmp_path / "step-2")
-    assert_same(other.everything(), before)
-    for one in (run, other):
-        one.optimizer.close()
+    assert_resumes(tmp_path / "step-2", before)
+    run.optimizer.close()
 
 
 def test_what_cannot_be_started_leaves_nothing_to_wait_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,22 +243,15 @@ def test_what_cannot_be_started_leaves_nothing_to_wait_for(tmp_path: Path, monke
 @pytest.mark.parametrize("first", ["torch", "ours"])
 def test_checkpoints_fit_torchs_own_adamw(first: str, tmp_path: Path) -> None:
     """Saved by one, gone on with by the other: as one of them alone."""
-    makers: dict[str, Callable[[nn.Module], Any]] = {
-        "torch": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
-        "ours": lambda model: AdamW(model.parameters(), lr=1e-3, threads=1),
-    }
-    second = "ours" if first == "torch" else "torch"
-    model = model_of()
-    optimizer = makers[first](model)
-    train(model, optimizer, range(5))
-    checkpoints.save(tmp_path / "a", model, optimizer)
-    train(model, optimizer, range(5, 10))
-    other = model_of(seed=9)
-    resumed = makers[second](other)
-    checkpoints.load(tmp_path / "a", other, resumed)
-    train(other, resumed, range(5, 10))
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    for one in (optimizer, resumed):
-        if isinstance(one, AdamW):
-            one.close()
+    model, other = model_of(), model_of(seed=9)
+    saves, loads = (model, other) if first == "ours" else (other, model)
+    theirs = torch.optim.AdamW(loads.parameters(), lr=1e-3)
+    with AdamW(saves.parameters(), lr=1e-3, threads=1) as ours:
+        optimizers: dict[nn.Module, Any] = {saves: ours, loads: theirs}
+        train(model, optimizers[model], range(5))
+        checkpoints.save(tmp_path / "a", model, optimizers[model])
+        checkpoints.load(tmp_path / "a", other, optimizers[other])
+        for one in (model, other):
+            train(one, optimizers[one], range(5, 10))
+        for a, b in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -19,10 +19,9 @@ MARK = "0123456789ab"
 
 
 def left(root: Path, name: str) -> Path:
-    path = root / name
-    path.mkdir()
-    (path / "rank-00000.safetensors").write_bytes(b"half of it")
-    return path
+    (root / name).mkdir()
+    (root / name / "rank-00000.safetensors").write_bytes(b"half of it")
+    return root / name
 
 
 def test_what_is_removed_and_what_stays(tmp_path: Path, reader: Any) -> None:
@@ -31,8 +30,11 @@ def test_what_is_removed_and_what_stays(tmp_path: Path, reader: Any) -> None:
     )
     stays = [
         left(tmp_path, name)
-        for name in (f".writing-step-11-{MARK}", f".writing-best-1-{MARK}", ".writing-notes", ".removing-old", ".x")
-    ]
+        for name in (
+            f".writing-step-11-{MARK}", f".writing-step-13-{MARK}", f".writing-best-1-{MARK}", ".writing-notes",
+            ".removing-old", ".x",
+        )
+    ]  # fmt: skip
     assert checkpoints.latest(tmp_path) is None
     checkpoints.save(tmp_path / "step-10", *reader)
     assert not same.exists() and earlier.exists() and removing.exists()
@@ -62,10 +64,9 @@ def test_of_two_saves_under_one_name_the_first_is_told(tmp_path: Path, reader: A
 
 
 def test_a_newer_checkpoint_of_another_run_is_named(tmp_path: Path, reader: Any) -> None:
-    checkpoints.save(tmp_path / "step-60", *reader)
-    for name in ("step-100", "best-1"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("step-60", "step-100", "best-1"):
             checkpoints.save(tmp_path / name, *reader)
     with pytest.warns(RuntimeWarning, match=r"step-100 has a higher number than .* now, so latest\(\) names"):
         checkpoints.save(tmp_path / "step-70", *reader)
@@ -73,20 +74,17 @@ def test_a_newer_checkpoint_of_another_run_is_named(tmp_path: Path, reader: Any)
 
 
 def test_a_folder_that_is_given_up_goes_at_once(tmp_path: Path) -> None:
-    """A file of another rank that comes while it is emptied would keep it there, and the other ranks waiting for it.
-    It may not be renamed."""
-    folder = folders.begin(tmp_path / "step-1")
-    remove = os.rmdir
+    """Also where it may not be renamed, or a file of another rank comes while it is emptied, which would keep it there
+    and the other ranks waiting for it."""
+    remove, folder = os.rmdir, tmp_path
 
     def late(path: Any, **options: Any) -> None:
         with suppress(FileNotFoundError):
             (folder / "rank-00001.safetensors").write_bytes(b"half of it")
         remove(path, **options)
 
-    with mock.patch("os.rmdir", late):
-        folders.give_up(folder)
-    assert os.listdir(tmp_path) == []
-    folder = folders.begin(tmp_path / "step-1")
-    with mock.patch("os.rename", side_effect=PermissionError(1, "Operation not permitted")):
-        folders.give_up(folder)
-    assert os.listdir(tmp_path) == []
+    for harm in (("os.rmdir", late), ("os.rename", mock.Mock(side_effect=PermissionError(1, "not permitted")))):
+        folder = folders.begin(tmp_path / "step-1")
+        with mock.patch(*harm):
+            folders.give_up(folder)
+        assert os.listdir(tmp_path) == []

@@ -28,6 +28,10 @@ def on_rank(rank: int, name: str, harm: Any) -> Iterator[None]:
     dist.barrier()
 
 
+def failing(number: int) -> Any:
+    return mock.Mock(side_effect=OSError(number, os.strerror(number)))
+
+
 def error_of(function: Callable[[], Any]) -> str:
     """Empty for none."""
     try:
@@ -47,35 +51,28 @@ def late(seconds: float, function: Any) -> Any:
 
 def waits(folder: str) -> dict[str, str]:
     """What each save told this rank; empty for none."""
-    root, told = Path(folder), {}
     model, options = build("fsdp2")
+    told = {}
     with optimizer_of(model, **options) as optimizer:
-
-        def save(name: str, timeout: float = 60.0) -> str:
-            return error_of(lambda: checkpoints.save(root / name, model, optimizer, timeout=timeout))
-
-        with on_rank(1, "folder.sync_folder", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))):
-            told["not confirmed"] = save("not-confirmed")
-        with on_rank(1, "folder.read_manifest", mock.Mock(side_effect=AssertionError("the whole manifest"))):
-            told["not read"] = save("not-read")
-        with on_rank(
-            1, "part_files.os.listdir", mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
+        for name, rank, what, harm, timeout in (
+            ("not-confirmed", 1, "folder.sync_folder", failing(errno.EIO), 60.0),
+            ("not-read", 1, "folder.read_manifest", mock.Mock(side_effect=AssertionError("the whole one")), 60.0),
+            ("not-listed", 1, "part_files.os.listdir", failing(errno.EACCES), 60.0),
+            # The first rank writes for longer than the time-out: file by file, then nothing at all.
+            ("slow", 0, "tensor_files.TensorFile.write", late(0.02, TensorFile.write), 0.5),
+            ("silent", 0, "saving.complete", late(1.2, part_files.complete), 0.5),
         ):
-            told["not listed"] = save("not-listed")
-        # The first rank writes for longer than the time-out: file by file, then nothing at all.
-        with on_rank(0, "tensor_files.TensorFile.write", late(0.02, TensorFile.write)):
-            told["slow"] = save("slow", timeout=0.5)
-        with on_rank(0, "saving.complete", late(1.2, part_files.complete)):
-            told["silent"] = save("silent", timeout=0.5)
-        for name in os.listdir(root):
-            checkpoints.load(root / name, model, optimizer)
+            with on_rank(rank, what, harm):
+                told[name] = error_of(partial(checkpoints.save, f"{folder}/{name}", model, optimizer, timeout=timeout))
+        for name in os.listdir(folder):
+            checkpoints.load(f"{folder}/{name}", model, optimizer)
     return told
 
 
 def test_the_others_wait_while_the_first_rank_goes_on(tmp_path: Path) -> None:
     first, second = on_ranks(2, waits, str(tmp_path))
     assert first == dict.fromkeys(first, "")
-    confirmed, silent = second.pop("not confirmed"), second.pop("silent")
+    confirmed, silent = second.pop("not-confirmed"), second.pop("silent")
     assert "not-confirmed: written, but the disk did not confirm" in confirmed and "untouched" not in confirmed
     assert "RankError" in silent and "no sign of life of the first rank within 0.5 s" in silent
     assert second == dict.fromkeys(second, "")
@@ -86,11 +83,10 @@ def test_the_others_wait_while_the_first_rank_goes_on(tmp_path: Path) -> None:
 def first_gives_up(folder: str) -> str:
     """The second rank has not begun to write when the first one has no room."""
     model, options = build("fsdp2")
-    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with (
         optimizer_of(model, **options) as optimizer,
         on_rank(1, "saving.write_part", late(1.0, part_files.write_part)),
-        on_rank(0, "tensor_files.os.pwrite", full),
+        on_rank(0, "tensor_files.os.pwrite", failing(errno.ENOSPC)),
     ):
         return error_of(lambda: checkpoints.save(f"{folder}/step-1", model, optimizer, timeout=60.0))
 

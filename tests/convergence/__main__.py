@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -73,7 +74,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ArgumentError(f"steps={setup.steps}: expected at least {least}, so that all of the trouble is met")
     check_writable(args.json, "json")
     check_writable(args.plot, "plot")
-    say = _quiet if args.quiet else _say
+    say = _quiet if args.quiet else functools.partial(print, flush=True)
     if _launched() == 1:
         return _report(args, setup, count, 1, lambda: verify_ranks(setup, args.engine, count, say))
     with LaunchedRanks(setup.device) as ranks:
@@ -83,7 +84,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _launched() -> int:
-    """Returns how many ranks a launcher such as torchrun has started, this process among them; 1: none has."""
+    """Returns how many ranks a launcher such as torchrun has started; 1: none."""
     return int(os.environ.get("WORLD_SIZE") or 1) if "RANK" in os.environ else 1
 
 
@@ -141,31 +142,25 @@ def _text(result: Result, setup: Setup, who: str, seconds: float) -> str:
 
 
 def _as_json(result: Result, setup: Setup) -> dict[str, Any]:
-    tolerance = result.tolerance
-    losses = {name: curve.losses[-1] for name, curve in result.curves.items() if curve.losses}
+    def finite(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+    stats = {name: value for name, value in result.curves["speculative"].stats.items() if type(value) in (int, float)}
     return {
         "passed": result.verified,
         "problems": result.problems,
         "inconclusive": result.inconclusive,
         "setup": dataclasses.asdict(setup),
         "digests_compared": result.compared_digests,
-        "reference": tolerance.of if tolerance else None,
-        "tolerance": tolerance.describe() if tolerance else {},
-        "loss_at_the_end": {name: loss if math.isfinite(loss) else None for name, loss in losses.items()},
-        "stats": {
-            name: value
-            for name, value in result.curves["speculative"].stats.items()
-            if isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value))
-        },
+        "reference": result.tolerance.of if result.tolerance else None,
+        "tolerance": result.tolerance.describe() if result.tolerance else {},
+        "loss_at_the_end": finite({name: curve.losses[-1] for name, curve in result.curves.items() if curve.losses}),
+        "stats": finite(stats),
     }
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
 def _quiet(text: str) -> None:
-    pass
+    """Says nothing."""
 
 
 def leave(status: int) -> None:

@@ -33,7 +33,6 @@ class Tolerance:
     of: str = ONE_PROCESS
 
     def allowed_losses(self) -> list[float]:
-        """Returns per step how far a loss may be from ``losses``."""
         return [_allowed(centre, spread) for centre, spread in zip(self.losses, self.loss_spread, strict=True)]
 
     def describe(self) -> dict[str, float]:
@@ -45,15 +44,14 @@ class Tolerance:
 
 
 def tolerance_of(runs: Sequence[Curve], of: str = ONE_PROCESS) -> Tolerance:
-    if len(runs) < FEWEST_RUNS:
-        raise ValueError(f"{len(runs)} runs: a tolerance takes at least {FEWEST_RUNS}")
+    assert len(runs) >= FEWEST_RUNS
     for run in runs:
         if run.error:
             raise SuperOffloadError(f"{of}, which all else is compared with, has failed: {run.error}")
     losses, loss_spread = _centre_and_spread([run.losses for run in runs])
     norms, norm_spread = _centre_and_spread([run.norms for run in runs])
-    weights = {name: sum((run.weights[name] for run in runs[1:]), runs[0].weights[name]) / len(runs)
-               for name in runs[0].weights}  # fmt: skip
+    weights = {name: sum((run.weights[name] for run in runs[1:]), first) / len(runs)
+               for name, first in runs[0].weights.items()}  # fmt: skip
     spread = {name: max(_distance(run.weights[name], centre) for run in runs) for name, centre in weights.items()}
     return Tolerance(losses, loss_spread, norms, norm_spread, weights, spread, of)
 
@@ -62,10 +60,9 @@ def _centre_and_spread(curves: Sequence[Sequence[float]]) -> tuple[list[float], 
     """Returns per step the mean, and the largest distance from it in any step so far."""
     centres, spreads, largest = [], [], 0.0
     for values in zip(*curves, strict=True):
-        finite = [value for value in values if math.isfinite(value)]
-        centre = math.fsum(finite) / len(finite) if len(finite) == len(values) else math.inf
+        centre = math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.inf
         if math.isfinite(centre):
-            largest = max(largest, max(abs(value - centre) for value in values))
+            largest = max(largest, *(abs(value - centre) for value in values))
         centres.append(centre)
         spreads.append(largest)
     return centres, spreads
@@ -88,9 +85,8 @@ def stray(curve: Curve, tolerance: Tolerance) -> list[str]:
     ):
         for step, (value, centre, spread) in enumerate(zip(values, centres, spreads, strict=False), 1):
             allowed = _allowed(centre, spread)
-            if math.isfinite(value) != math.isfinite(centre) or (
-                math.isfinite(centre) and abs(value - centre) > allowed
-            ):
+            finite = math.isfinite(centre)
+            if math.isfinite(value) != finite or (finite and abs(value - centre) > allowed):
                 problems.append(
                     f"step {step}: {what} is {value:.5f}, with {tolerance.of} {centre:.5f}, tolerance {allowed:.5f}"
                 )
@@ -109,19 +105,14 @@ def unequal(one: Sequence[Curve], other: Sequence[Curve]) -> list[str]:
     """Returns differences between two runs that must be bit-equal on each rank."""
     problems = []
     for rank, (a, b) in enumerate(zip(one, other, strict=True)):
-        for curve in (a, b):
-            if curve.error:
-                problems.append(f"rank {rank}: {curve.speculation}: {curve.error}")
+        problems += [f"rank {rank}: {curve.speculation}: {curve.error}" for curve in (a, b) if curve.error]
         pairs = zip(a.losses, b.losses, strict=False)
-        different = [step for step, (x, y) in enumerate(pairs, 1) if not _same(x, y)]
+        different = [step for step, (x, y) in enumerate(pairs, 1) if x != y and not math.isnan(x) & math.isnan(y)]
         different += [step for step in a.digests if a.digests[step] != b.digests.get(step)]
         if different:
-            parts = [part for part, digest in a.digests.get(min(different), {}).items()
-                     if digest != b.digests.get(min(different), {}).get(part)]  # fmt: skip
+            step = min(different)
+            theirs = b.digests.get(step, {})
+            parts = [part for part, digest in a.digests.get(step, {}).items() if digest != theirs.get(part)]
             what = ", ".join(parts) or "loss"
-            problems.append(f"rank {rank}: step {min(different)}: {what}: speculative and synchronous differ")
+            problems.append(f"rank {rank}: step {step}: {what}: speculative and synchronous differ")
     return problems
-
-
-def _same(a: float, b: float) -> bool:
-    return a == b or (math.isnan(a) and math.isnan(b))

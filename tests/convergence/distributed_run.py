@@ -29,12 +29,6 @@ class Curve:
     stats: dict[str, Any] = field(default_factory=dict)
     error: str = ""
 
-    def end(self, weights: dict[str, Tensor], stats: dict[str, Any]) -> None:
-        self.weights, self.stats = weights, stats
-
-    def fail(self, error: str) -> None:
-        self.error = error
-
 
 def run(setup: Setup, name: str, speculation: str, *, order: int = 0) -> Curve:
     """Trains one run. ``order`` above 0: the same gradients are summed in another order, drawn from it.
@@ -48,18 +42,16 @@ def run(setup: Setup, name: str, speculation: str, *, order: int = 0) -> Curve:
         torch.use_deterministic_algorithms(True)
     batches = BatchSource(corpus.train, setup.batch, setup.model.sequence, setup.seed + 1)
     engine = make_engine(name, setup, speculation)
-    share = engine.share
     try:
         for step in range(1, setup.steps + 1):
-            micro_batches = _share(
-                batches.next().to(setup.device), setup, share, order * 100_003 + step if order else 0
-            )
+            tokens = batches.next().to(setup.device)
+            micro_batches = _share(tokens, setup, engine.share, order * 100_003 + step if order else 0)
             try:
                 _step(engine, setup, step, micro_batches, rank, count, curve)
             except Exception as error:
-                curve.fail(f"step {step}: {type(error).__name__}: {error}")
+                curve.error = f"step {step}: {type(error).__name__}: {error}"
                 return curve
-        curve.end(engine.weights(), engine.stats())
+        curve.weights, curve.stats = engine.weights(), engine.stats()
     finally:
         engine.close()
     return curve
@@ -69,8 +61,7 @@ def _share(tokens: Tensor, setup: Setup, share: tuple[int, int], order: int) -> 
     """Returns this rank's micro-batches of the global batch."""
     if not order:
         return tokens[setup.rows(*share)].chunk(setup.micro_batches)
-    generator = torch.Generator().manual_seed(order)
-    shuffled = tokens[torch.randperm(len(tokens), generator=generator).to(tokens.device)]
+    shuffled = tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(order)).to(tokens.device)]
     # As many backward passes as several ranks would make, to sum as many rounded gradients.
     return shuffled[setup.rows(*share)].chunk(setup.micro_batches * (1, 2, 4)[order % 3])
 
@@ -91,15 +82,11 @@ def _step(
             late_norm=finite[-1] / 3 if step in setup.late_clips and finite else None,
         )
     )
-    curve.losses.append(_mean(loss, count))
+    if count > 1:
+        total = torch.tensor([loss], dtype=torch.float64)
+        dist.all_reduce(total)
+        loss = float(total) / count
+    curve.losses.append(loss)
     curve.norms.append(norm if math.isfinite(norm) else math.inf)
     if step % setup.digest_every == 0 or step == setup.steps:
         curve.digests[step] = engine.digests()
-
-
-def _mean(loss: float, count: int) -> float:
-    if count == 1:
-        return loss
-    total = torch.tensor([loss], dtype=torch.float64)
-    dist.all_reduce(total)
-    return float(total) / count

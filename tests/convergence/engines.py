@@ -19,7 +19,7 @@ from benchmarks.training.model import DTYPES, Block, Transformer, build_model
 from superoffload.adamw import AdamW
 from superoffload.errors import ArgumentError
 from superoffload.host.tensors import is_dtensor, local_of
-from tests.convergence.meshes import check_pairs
+from tests.convergence.meshes import PAIR, check_pairs
 from tests.convergence.mixture import EXPERTS, put_experts
 from tests.convergence.setup import Setup
 
@@ -71,25 +71,15 @@ class BaseEngine:
         return model.to(setup.device)
 
     def wrap(self, model: Any) -> nn.Module:
-        wrapped: nn.Module = model
-        return wrapped
+        return model  # type: ignore[no-any-return]
 
     def make_optimizer(self, setup: Setup, speculation: str) -> Any:
         named = [(name, param) for name, param in self.inner.named_parameters() if param.requires_grad]
         return AdamW(
-            named,
-            lr=setup.lr,
-            betas=(0.9, 0.95),
-            weight_decay=0.1,
-            max_grad_norm=setup.max_grad_norm,
-            speculation=speculation,
-            bucket_numel=setup.bucket_numel,
-            threads=1,
-            rank_check=setup.rank_check,
-            delivery=setup.delivery,
-            module=self.model,
-            replicated=self.replicated,
-        )
+            named, lr=setup.lr, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=setup.max_grad_norm,
+            speculation=speculation, bucket_numel=setup.bucket_numel, threads=1, rank_check=setup.rank_check,
+            delivery=setup.delivery, module=self.model, replicated=self.replicated,
+        )  # fmt: skip
 
     def train(self, step: Step) -> tuple[float, float]:
         """Trains one step; returns the mean loss of this rank, or of all, and the norm of the gradients."""
@@ -129,11 +119,8 @@ class BaseEngine:
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
         """Returns the whole model in float32, by name; masters if there are any. Collective."""
-        found = {}
-        for name, param in self.inner.named_parameters():
-            state = self.optimizer.state.get(param, {})
-            found[name] = whole(state.get("master", param)).float().cpu().clone()
-        return found
+        kept = [(name, self.optimizer.state.get(param, {}), param) for name, param in self.inner.named_parameters()]
+        return {name: whole(state.get("master", param)).float().cpu().clone() for name, state, param in kept}
 
     @property
     def share(self) -> tuple[int, int]:
@@ -141,7 +128,6 @@ class BaseEngine:
         return world()
 
     def digests(self) -> dict[str, str]:
-        """Returns digests of this rank's state."""
         digests: dict[str, str] = self.optimizer.state_digests() if self.ours else {}
         return digests
 
@@ -154,9 +140,10 @@ class BaseEngine:
 
 
 def put_nan(model: nn.Module) -> None:
-    grads = [local_of(param.grad) for param in model.parameters() if param.grad is not None]
-    for grad in [grad for grad in grads if grad.numel()][:1]:  # with a planted fault there may be none
-        grad.view(-1)[-1] = math.nan
+    for param in model.parameters():
+        if param.grad is not None and local_of(param.grad).numel():
+            local_of(param.grad).view(-1)[-1] = math.nan
+            return
 
 
 def whole(tensor: Any) -> Tensor:
@@ -190,12 +177,6 @@ def sharded(model: nn.Module, dtype: str, mesh: Any = None) -> nn.Module:
     return model
 
 
-def reducing(model: Any, reduces: bool) -> AbstractContextManager[None]:
-    """Makes ``model`` of fully_shard reduce the gradients of the next backward, or keep them."""
-    model.set_requires_gradient_sync(reduces)
-    return nullcontext()
-
-
 class Fsdp2(BaseEngine):
     """Trains under FSDP2 with superoffload.AdamW on bf16 parameters."""
 
@@ -203,7 +184,8 @@ class Fsdp2(BaseEngine):
         return sharded(model, self.setup.dtype)
 
     def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
-        return reducing(self.model, reduces)
+        self.model.set_requires_gradient_sync(reduces)  # type: ignore[operator]
+        return nullcontext()
 
 
 class PlainFsdp2(Fsdp2):
@@ -292,12 +274,10 @@ def check_engine(name: str, count: int | None = None) -> None:
     module, remedy = _NEEDS.get(name, ("torch", ""))
     if find_spec(module) is None:
         raise ArgumentError(f"engine={name}: {module} is not installed; {remedy}")
-    if count is None:
-        return
-    if name == "single" and count != 1:
+    if name == "single" and count not in (None, 1):
         others = ", ".join(other for other in CHOICES if other != "single")
         raise ArgumentError(f"engine=single with ranks={count}: one process is one rank; choose --engine {others}")
-    check_pairs(name, count)
+    check_pairs(name, count or PAIR)
 
 
 def make_engine(name: str, setup: Setup, speculation: str) -> BaseEngine:
@@ -306,7 +286,6 @@ def make_engine(name: str, setup: Setup, speculation: str) -> BaseEngine:
     if isinstance(entry, str):
         module, _, attribute = entry.partition(":")
         entry = getattr(import_module(module), attribute)
-    assert not isinstance(entry, str)
     engine: BaseEngine = entry(setup, speculation)
     return engine
 

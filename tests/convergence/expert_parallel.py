@@ -30,7 +30,7 @@ class ExpertParallel(Fsdp2):
 def _spread(experts: Experts, mesh: Any) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    experts.exchange_by(AllToAll(mesh.get_group(), len(experts.gate_up) // mesh.size()))
+    experts.exchange = AllToAll(mesh.get_group(), len(experts.gate_up) // mesh.size())
     for name, param in list(experts.named_parameters()):
         experts.register_parameter(name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)])))
 

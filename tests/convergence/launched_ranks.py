@@ -29,18 +29,15 @@ class LaunchedRanks:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which deterministic algorithms need
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         try:
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=rank_timeout(None))
-            )
+            backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=rank_timeout(None)))
         except RuntimeError as error:
             meeting = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
             raise RankError(
                 f"rank {os.environ['RANK']} on {socket.gethostname()} could not join the other ranks at {meeting}: "
                 f"{str(error).splitlines()[0]}. {GLOO_HINT}"
             ) from error
-        self._patient = dist.new_group(
-            timeout=_LONGEST, backend="gloo"
-        )  # ranks wait there for those that have more to do
+        self._patient = dist.new_group(timeout=_LONGEST, backend="gloo")  # waits for ranks that have more to do
         self.count = dist.get_world_size()
         self.leads = dist.get_rank() == 0
         self.hosts = len(set(self._gather(socket.gethostname())))
@@ -63,9 +60,8 @@ class LaunchedRanks:
         try:
             dist.all_gather_object(told, value, group=self._patient)
         except RuntimeError as error:
-            raise RankError(
-                f"another rank has ended; its own output says why [{str(error).splitlines()[0]}]"
-            ) from error
+            why = str(error).splitlines()[0]
+            raise RankError(f"another rank has ended; its own output says why [{why}]") from error
         return told
 
     def __enter__(self) -> LaunchedRanks:

@@ -53,10 +53,10 @@ class LocalRanks:
     def run(self, function: Callable[..., Any], *args: Any, limit: float = 300.0) -> list[Any]:
         """Runs ``function(*args)`` on every rank and returns the values; raises with the errors of all failed ranks."""
         outcomes = self.outcomes(function, *args, limit=limit)
-        failed = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error]
+        failed = [f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error]
         if failed:
             self.close()
-            raise SuperOffloadError("\n".join(f"rank {rank}: {error}" for rank, error in failed))
+            raise SuperOffloadError("\n".join(failed))
         return [outcome.value for outcome in outcomes]
 
     def outcomes(self, function: Callable[..., Any], *args: Any, limit: float = 300.0) -> list[Outcome]:
@@ -120,16 +120,9 @@ def _serve(pipe: Any, rank: int, count: int, store: str, timeout: float) -> None
     faulthandler.enable()  # says where a crash was
     torch.set_num_threads(1)
     if store:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=timeout)
-        )
-    while True:
-        try:
-            work = pipe.recv()
-        except EOFError:
-            break
-        if work is None:
-            break
+        wait = timedelta(seconds=timeout)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=wait)
+    while (work := _received(pipe)) is not None:
         function, args = work
         try:
             outcome = Outcome(value=function(*args))
@@ -138,3 +131,10 @@ def _serve(pipe: Any, rank: int, count: int, store: str, timeout: float) -> None
         pipe.send(outcome)
     pipe.close()
     os._exit(0)  # peers may have ended, and the teardown of process groups waits for them
+
+
+def _received(pipe: Any) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None

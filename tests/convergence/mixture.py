@@ -6,7 +6,7 @@ A router sends every token to two of the experts, and nothing balances them: som
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,38 +22,19 @@ PER_TOKEN = 2  # experts that each token goes to
 Compute = Callable[[Tensor, Tensor], Tensor]  # of tokens, and of the expert that each goes to
 
 
-class Exchange(Protocol):
-    """Takes tokens to the ranks that have their experts, ``ranks`` in number."""
-
-    ranks: int
-
-    def run(self, tokens: Tensor, chosen: Tensor, compute: Compute) -> Tensor:
-        """Returns what the experts make of each token. ``chosen`` ascends."""
-
-
-class Here:
-    """Leaves every token on its rank, which has all experts."""
-
-    ranks = 1
-
-    def run(self, tokens: Tensor, chosen: Tensor, compute: Compute) -> Tensor:
-        return compute(tokens, chosen)
-
-
 class Experts(nn.Module):
     """Holds as many SwiGLU layers as there are experts, or this rank's part of them. ``exchange`` takes each token to
-    the rank that has its expert, and back."""
+    the rank that has its expert, and back; None where one rank has all of them."""
+
+    exchange: Any = None
 
     def __init__(self, config: ModelConfig, experts: int) -> None:
         super().__init__()
         self.gate_up = nn.Parameter(0.02 * torch.randn(experts, 2 * config.mlp, config.hidden))
         self.down = nn.Parameter(0.02 * torch.randn(experts, config.hidden, config.mlp))
-        self.exchange: Exchange = Here()
-
-    def exchange_by(self, exchange: Exchange) -> None:
-        self.exchange = exchange
 
     def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        """``chosen`` ascends."""
         gate_up, down = (self._mean_over_ranks(one) for one in (self.gate_up, self.down))
 
         def compute(tokens: Tensor, chosen: Tensor) -> Tensor:
@@ -65,13 +46,14 @@ class Experts(nn.Module):
                 made = made.index_copy(0, mine, F.linear(F.silu(gate) * up, narrowing.to(tokens.dtype)))
             return made
 
-        return self.exchange.run(tokens, chosen, compute)
+        made: Tensor = compute(tokens, chosen) if self.exchange is None else self.exchange.run(tokens, chosen, compute)
+        return made
 
     def _mean_over_ranks(self, weight: Tensor) -> Tensor:
         """Returns the local experts. Tokens of several ranks add up in their gradients, which are to be of the mean of
         these ranks' losses."""
         local: Tensor = weight.to_local() if is_dtensor(weight) else weight
-        if self.exchange.ranks > 1 and local.requires_grad:
+        if self.exchange is not None and local.requires_grad:
             local = local.view_as(local)
             local.register_hook(lambda grad: grad / self.exchange.ranks)
         return local

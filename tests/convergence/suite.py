@@ -3,6 +3,7 @@ process, or torchtitan with its own AdamW."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,13 +39,6 @@ class Result:
     compared_digests: int = 0
     of_ranks: dict[str, list[Curve]] = field(default_factory=dict)
 
-    def count_digests(self, curves: Sequence[Curve]) -> None:
-        self.compared_digests = sum(len(parts) for curve in curves for parts in curve.digests.values())
-
-    def leave_open(self, why: str) -> None:
-        """Records ``why`` the comparison has a gap although nothing differs."""
-        self.inconclusive = why
-
     @property
     def verified(self) -> bool:
         return not self.problems and not self.inconclusive
@@ -55,15 +49,13 @@ def single_runs(setup: Setup, ranks: Ranks, say: Say) -> list[Curve]:
     curves: list[Curve] = []
     for first in range(0, FEWEST_RUNS + 1, ranks.count):
         orders = list(range(first, min(first + ranks.count, FEWEST_RUNS + 1)))
-        curves.extend(curve for curve in ranks.run(single_run, setup, orders) if curve is not None)
+        curves += filter(None, ranks.run(single_run, setup, orders))
         say(f"{len(curves)} of {FEWEST_RUNS + 1} one-process runs done")
     return curves
 
 
 def single_run(setup: Setup, orders: Sequence[int]) -> Curve | None:
     """Trains alone in a rank, while the other ranks train in other orders."""
-    import os
-
     rank = int(os.environ["RANK"])
     return run(setup, "single", "never", order=orders[rank]) if rank < len(orders) else None
 
@@ -77,10 +69,10 @@ def stock_runs(setup: Setup, ranks: Ranks, say: Say) -> list[Curve]:
     return curves
 
 
-def delivered_unlike(setup: Setup, engine: str, ranks: Ranks, eager: list[Curve] | None = None) -> list[str]:
+def delivered_unlike(setup: Setup, engine: str, ranks: Ranks, eager: list[Curve]) -> list[str]:
     """Returns differences between speculation with delivery on demand and synchronous steps with ``eager`` delivery."""
     short = replace(setup, steps=min(setup.steps, _ON_DEMAND_STEPS))
-    if eager is None or short != setup:
+    if short != setup:
         eager = ranks.run(run, short, engine, "never")
     return unequal(ranks.run(run, replace(short, delivery="on_demand"), engine, "always"), eager)
 
@@ -88,12 +80,13 @@ def delivered_unlike(setup: Setup, engine: str, ranks: Ranks, eager: list[Curve]
 def verify_ranks(setup: Setup, engine: str, count: int, say: Say = print) -> Result:
     """Starts ``count`` ranks on this machine and compares them."""
     setup.rows(0, count)
-    singles: list[Curve] = []
-    if engine != "titan":
-        with LocalRanks(max(count, 2), init=False) as alone:
-            singles = single_runs(setup, alone, say)
+    if engine == "titan":
+        with LocalRanks(count) as ranks:
+            return verify_launched(setup, engine, ranks, say)
+    with LocalRanks(max(count, 2), init=False) as alone:
+        singles = single_runs(setup, alone, say)
     with LocalRanks(count) as ranks:
-        return compare(setup, engine, ranks, singles or stock_runs(setup, ranks, say), say)
+        return compare(setup, engine, ranks, singles, say)
 
 
 def verify_launched(setup: Setup, engine: str, ranks: Ranks, say: Say) -> Result:
@@ -114,7 +107,7 @@ def compare(setup: Setup, engine: str, ranks: Ranks, references: Sequence[Curve]
         say(f"{engine}, {ranks.count} ranks, speculation {speculation}: loss {_last(both[speculation][0])}")
     result.curves["speculative"], result.curves["synchronous"] = both["always"][0], both["never"][0]
     result.problems.extend(unequal(both["always"], both["never"]))
-    result.count_digests(both["always"])
+    result.compared_digests = sum(len(parts) for curve in both["always"] for parts in curve.digests.values())
     result.problems.extend([f"{tolerance.of}: {problem}" for problem in stray(both["always"][0], tolerance)])
     if engine == "fsdp2":
         plain = ranks.run(run, setup, "plain-fsdp2", "never")
@@ -122,9 +115,8 @@ def compare(setup: Setup, engine: str, ranks: Ranks, references: Sequence[Curve]
         result.curves["plain FSDP2, torch AdamW"] = plain[0]
         result.problems.extend([f"plain FSDP2: {problem}" for problem in stray(plain[0], tolerance)])
     if engine in ON_DEMAND:
-        result.problems.extend(
-            [f"on demand: {problem}" for problem in delivered_unlike(setup, engine, ranks, both["never"])]
-        )
+        problems = delivered_unlike(setup, engine, ranks, both["never"])
+        result.problems.extend(f"on demand: {problem}" for problem in problems)
         say("delivery on demand: compared with eager delivery")
     judge_fates(result, setup)
     return result
@@ -143,7 +135,7 @@ def judge_fates(result: Result, setup: Setup) -> None:
     if unclipped := stats["steps"] - stats["clipped_steps"]:
         result.problems.append(f"{unclipped} steps were not clipped, and yet no bucket was committed in any of them")
     elif not result.problems:
-        result.leave_open(
+        result.inconclusive = (
             f"everything that was compared is equal, but each of the {stats['steps']} steps that were taken had to be "
             f"clipped to max_grad_norm={setup.max_grad_norm:g}, as is common early in training: no speculated bucket "
             f"could be committed, so that was not compared. Take more than --steps {setup.steps} (default "

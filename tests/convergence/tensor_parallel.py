@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.training.model import Transformer
-from tests.convergence.engines import BaseEngine, reducing, sharded
+from tests.convergence.engines import BaseEngine, Fsdp2, sharded
 from tests.convergence.meshes import PAIR, mesh_of
 
 
-class TensorParallel(BaseEngine):
+class TensorParallel(Fsdp2):
     """Cuts every matrix of the transformer over two ranks, by rows or by columns; the norms are on both."""
 
     def wrap(self, model: Transformer) -> nn.Module:
@@ -27,7 +27,7 @@ class TensorParallel(BaseEngine):
         return dist.get_rank() // PAIR, dist.get_world_size() // PAIR  # two ranks have the same one
 
     def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
-        return reducing(self.model, reduces) if dist.get_world_size() > PAIR else super().micro_batch(reduces)
+        return super().micro_batch(reduces) if dist.get_world_size() > PAIR else BaseEngine.micro_batch(self, reduces)
 
 
 def _cut(model: Transformer, mesh: Any) -> None:

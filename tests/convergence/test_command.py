@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.convergence.__main__ import main
-from tests.convergence.compare import Tolerance
 from tests.convergence.distributed_run import Curve
 from tests.convergence.setup import Setup
 from tests.convergence.suite import Result, judge_fates
@@ -30,35 +29,13 @@ def test_two_ranks_are_compared(tmp_path: Path) -> None:
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("clipped", "committed", "problem", "inconclusive"),
-    [
-        (39, 0, "", "each of the 39 steps that were taken had to be clipped to max_grad_norm=1"),
-        (36, 0, "3 steps were not clipped, and yet no bucket was committed", ""),
-        (36, 30, "", ""),
-    ],
-)
-def test_nothing_committed(
-    clipped: int, committed: int, problem: str, inconclusive: str,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_nothing_committed() -> None:
     """Where every step was clipped there was nothing to commit; where some were not, it is a failure."""
-
-    def judged(setup: Setup, engine: str, count: int, say: object) -> Result:
-        stats = {"buckets_speculated": 400, "buckets_replayed": 300, "buckets_committed": committed}
-        stats |= {"steps": 39, "clipped_steps": clipped}
-        result = Result(
-            {"speculative": Curve("always", stats=stats)}, Tolerance([1.0], [0.1], [1.0], [0.1], {}, {"w": 0.0})
-        )
-        judge_fates(result, setup)
-        return result
-
-    monkeypatch.setattr("tests.convergence.__main__.verify_ranks", judged)
-    code = main(["--ranks", "2", "--steps", "41", "--json", str(tmp_path / "x.json")])
-    printed, summary = capsys.readouterr().out, json.loads((tmp_path / "x.json").read_text())
-    assert (code == 0) == summary["passed"] == (committed > 0)
-    assert ("FAILED" in printed) == bool(problem) and problem in "".join(summary["problems"])
-    assert ("INCONCLUSIVE" in printed) == bool(inconclusive) and inconclusive in summary["inconclusive"]
+    stats = {"buckets_speculated": 400, "buckets_replayed": 300, "buckets_committed": 0, "steps": 39}
+    for clipped in (39, 36):
+        result = Result({"speculative": Curve("always", stats={**stats, "clipped_steps": clipped})})
+        judge_fates(result, Setup())
+        assert not result.verified and bool(result.inconclusive) == (clipped == 39)
 
 
 REFUSED = {

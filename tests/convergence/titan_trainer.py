@@ -144,17 +144,11 @@ def _configuration(setup: Setup, speculation: str, *, ours: bool) -> Any:
     ranks = dist.get_world_size()
     pairs = PAIR if ranks > PAIR and ranks % PAIR == 0 else 1
     adamw = default_adamw(lr=setup.lr)
-    options = {
-        "speculation": speculation,
-        "bucket_numel": setup.bucket_numel,
-        "delivery": setup.delivery,
-        "rank_check": setup.rank_check,
-        "threads": 1,
-    }
+    options = {name: getattr(setup, name) for name in ("bucket_numel", "delivery", "rank_check")}
     return Trainer.Config(
         loss=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size),
         model_spec=spec,
-        optimizer=offload(adamw, **options) if ours else adamw,
+        optimizer=offload(adamw, speculation=speculation, threads=1, **options) if ours else adamw,
         tokenizer=_NoData(),
         dataloader=_NoData(),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=setup.warmup, min_lr_factor=0.1),
@@ -181,21 +175,12 @@ def _resized(spec: Any, size: ModelConfig) -> Any:
 
     model, tokens, width = spec.model, size.vocabulary, size.hidden
     layers = llama3._build_llama3_layers(
-        n_layers=size.layers,
-        dim=width,
-        n_heads=size.heads,
-        n_kv_heads=size.kv_heads,
-        hidden_dim=size.mlp,
-        rope=replace(model.layers[0].attention.rope, dim=size.head_width),
-        attn_backend="flex",
-    )
-    model = replace(
-        model,
-        dim=width,
-        vocab_size=tokens,
-        tok_embeddings=replace(model.tok_embeddings, num_embeddings=tokens, embedding_dim=width),
-        layers=layers,
-        norm=replace(model.norm, normalized_shape=width),
-        lm_head=replace(model.lm_head, in_features=width, out_features=tokens),
-    )
-    return replace(spec, model=model)
+        n_layers=size.layers, dim=width, n_heads=size.heads, n_kv_heads=size.kv_heads, hidden_dim=size.mlp,
+        rope=replace(model.layers[0].attention.rope, dim=size.head_width), attn_backend="flex",
+    )  # fmt: skip
+    ends = {
+        "tok_embeddings": replace(model.tok_embeddings, num_embeddings=tokens, embedding_dim=width),
+        "norm": replace(model.norm, normalized_shape=width),
+        "lm_head": replace(model.lm_head, in_features=width, out_features=tokens),
+    }
+    return replace(spec, model=replace(model, dim=width, vocab_size=tokens, layers=layers, **ends))

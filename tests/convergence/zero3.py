@@ -70,25 +70,22 @@ class _Optimizer:
     """Presents DeepSpeed's engine to a training loop as an optimizer."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
+        self._engine, self.step = engine, engine.step
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine.optimizer, name)
 
     @property
-    def max_grad_norm(self) -> float | None:
-        return self._engine.optimizer.clip_grad or None
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float | None) -> None:
-        self._engine.optimizer.clip_grad = value or 0.0
-
-    @property
     def grad_norm(self) -> float:
         return float(self._engine.get_global_grad_norm())
 
-    def step(self) -> None:
-        self._engine.step()
+    @property
+    def max_grad_norm(self) -> float:
+        return float(self._engine.optimizer.clip_grad)
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        self._engine.optimizer.clip_grad = value
 
 
 def configuration(setup: Setup, speculation: str) -> dict[str, Any]:

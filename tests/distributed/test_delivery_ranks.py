@@ -18,7 +18,7 @@ from superoffload.engine.tail import Tail
 from superoffload.optimizer import delivery
 from tests.support.fsdp2_cases import Case, build, train
 from tests.support.layouts import layouts
-from tests.support.rank_faults import train_until_error
+from tests.support.rank_faults import assert_found, train_until_error
 from tests.support.rank_processes import loss_of, net, on_ranks, optimizer_of, tokens_of
 
 GROUPED = Case(tied=True, grouped=True, layers=3, rank_check="light")
@@ -45,20 +45,16 @@ def test_meshes_and_stages_have_the_bits_of_eager_delivery(ranks: Any) -> None:
     ranks(2, both, Case(), False)
 
 
-@pytest.mark.parametrize("case", [GROUPED, AHEAD], ids=["tied ends in a group", "gathered ahead and by hand"])
-def test_every_gather_of_fsdp2_waits(case: Case) -> None:
+def gathered(case: Case, seen: bool) -> None:
+    """``seen``: torch shows what it gathers together; else everything lands at the first gather."""
+    with nullcontext() if seen else mock.patch.object(delivery, "gathered_with", lambda module: None):
+        both(case, True)
+
+
+@pytest.mark.parametrize(("case", "seen"), [(GROUPED, True), (AHEAD, True), (AHEAD, False)])
+def test_every_gather_of_fsdp2_waits(case: Case, seen: bool) -> None:
     """No all-gather, copy or kernel touches what has not landed: the debug mode sees each of them."""
-    on_ranks(2, both, case, True)
-
-
-def unseen() -> None:
-    """A torch that does not show what it gathers together: everything lands at the first gather."""
-    with mock.patch.object(delivery, "gathered_with", lambda module: None):
-        both(AHEAD, True)
-
-
-def test_without_a_view_of_what_is_gathered_everything_lands_at_once() -> None:
-    on_ranks(2, unseen)
+    on_ranks(2, gathered, case, seen)
 
 
 def replicated(delivery: str, mode: str) -> Any:
@@ -110,6 +106,4 @@ def test_two_phases(delivery: str, kind: str) -> None:
 
 def test_a_bucket_that_is_not_published_is_found_all_the_same() -> None:
     results = on_ranks(2, train_until_error, "skip_publish", 10, 1, False, "light", 60, "on_demand")
-    assert len({message for _, message in results}) == 1
-    number, message = results[0]
-    assert "the published parameter is not round(master)" in message and 10 <= number <= 45
+    assert_found(results, "the published parameter is not round(master)", 10, 45)

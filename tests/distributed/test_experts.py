@@ -4,8 +4,7 @@ in one process. Then experts that are slices of one tensor."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -33,13 +32,12 @@ def inputs(step: int) -> Tensor:
     return torch.randn(EXPERTS, ROWS, COLUMNS, generator=torch.Generator().manual_seed(100 + step))
 
 
-@dataclass
-class Trained:
+class Trained(NamedTuple):
     """Experts by number: weights, and how many steps they took. ``speculated``: buckets."""
 
-    weights: dict[int, Tensor] = field(default_factory=dict)
-    steps: dict[int, int] = field(default_factory=dict)
-    digests: dict[str, str] = field(default_factory=dict)
+    weights: dict[int, Tensor]
+    steps: dict[int, int]
+    digests: dict[str, str]
     speculated: int = 0
 
 
@@ -71,12 +69,11 @@ def torchs(zeros: bool, share: float) -> Trained:
     optimizer = torch.optim.AdamW(params, foreach=False, **HYPER)
     for step, active in enumerate(TOKENS):
         for number, param in enumerate(params):
-            param.grad = (
-                share * inputs(step)[number] if number in active else torch.zeros_like(param) if zeros else None
-            )
+            idle = torch.zeros_like(param) if zeros else None
+            param.grad = share * inputs(step)[number] if number in active else idle
         optimizer.step()
     steps = {number: int(optimizer.state[param]["step"]) for number, param in enumerate(params)}
-    return Trained({number: param.detach() for number, param in enumerate(params)}, steps)
+    return Trained({number: param.detach() for number, param in enumerate(params)}, steps, {})
 
 
 # ---- in a rank ------------------------------------------------------------------------------------------------------
@@ -84,47 +81,39 @@ def torchs(zeros: bool, share: float) -> Trained:
 
 def one_each(layout: str, speculation: str) -> Trained:
     """A parameter per expert: all on this rank, sharded by FSDP2, under DDP, or on one rank each."""
-    rank = dist.get_rank()
-    numbers = list(range(EXPERTS))
-    if layout == "on their ranks":
-        numbers = [number for number in numbers if number % dist.get_world_size() == rank]
+    rank, apart, by_ddp = dist.get_rank(), layout == "on their ranks", layout.startswith("ddp")
+    numbers = [number for number in range(EXPERTS) if not apart or number % dist.get_world_size() == rank]
     model: Any = Experts(numbers)
     if layout == "fsdp2":
-        for expert in model.experts.values():
-            fully_shard(expert, mesh=flat_mesh())
-        fully_shard(model, mesh=flat_mesh())
-    called = DistributedDataParallel(model, find_unused_parameters=True) if layout.startswith("ddp") else model
-    named = [(name, param) for name, param in model.named_parameters() if name != "router" or layout.startswith("ddp")]
-    options: dict[str, Any] = {"model": called} if layout != "on their ranks" else {}
-    trained = Trained()
+        for part in (*model.experts.values(), model):
+            fully_shard(part, mesh=flat_mesh())
+    called = DistributedDataParallel(model, find_unused_parameters=True) if by_ddp else model
+    named = [(name, param) for name, param in model.named_parameters() if name != "router" or by_ddp]
+    options: dict[str, Any] = {} if apart else {"model": called}
     with AdamW(named, speculation=speculation, threads=1, bucket_numel=64, **options, **HYPER) as optimizer:
         for step in range(len(TOKENS)):
             optimizer.zero_grad()
-            called(-1 if layout == "ddp, tokens on one rank" and rank else step).backward()  # -1: none has a token
+            called(-1 if by_ddp and rank else step).backward()  # -1: none has a token
             optimizer.step()
-        trained.digests, trained.speculated = optimizer.state_digests(), int(optimizer.stats()["buckets_speculated"])
-        for number in numbers:
-            param = model.experts[str(number)].weight
-            trained.weights[number] = whole(param)
-            trained.steps[number] = int(optimizer.state[param]["step"])
-    return trained
+        params = {number: model.experts[str(number)].weight for number in numbers}
+        steps = {number: int(optimizer.state[param]["step"]) for number, param in params.items()}
+        found = {number: whole(param) for number, param in params.items()}
+        return Trained(found, steps, optimizer.state_digests(), int(optimizer.stats()["buckets_speculated"]))
 
 
 def one_big(_: str, speculation: str) -> Trained:
     """One parameter with all experts, over ranks: idle experts have zeros in its gradient."""
     mesh, placements = mesh_of(2, 2, names=("experts", "rows")), [Shard(0), Shard(1)]
     param: Any = nn.Parameter(distribute_tensor(weights(), mesh, placements))
-    trained = Trained()
     with AdamW([("experts", param)], speculation=speculation, threads=1, bucket_numel=64, **HYPER) as optimizer:
         for step, active in enumerate(TOKENS):
             optimizer.zero_grad()
             gradient = inputs(step) * torch.tensor([float(n in active) for n in range(EXPERTS)]).view(-1, 1, 1)
             (param.to_local() * distribute_tensor(gradient, mesh, placements).to_local()).sum().backward()
             optimizer.step()
-        trained.digests, trained.speculated = optimizer.state_digests(), int(optimizer.stats()["buckets_speculated"])
-        trained.weights = dict(enumerate(whole(param)))
-        trained.steps = dict.fromkeys(range(EXPERTS), int(optimizer.state[param]["step"]))
-    return trained
+        steps = dict.fromkeys(range(EXPERTS), int(optimizer.state[param]["step"]))
+        found = dict(enumerate(whole(param)))
+        return Trained(found, steps, optimizer.state_digests(), int(optimizer.stats()["buckets_speculated"]))
 
 
 def both(train: Callable[..., Trained], layout: str) -> list[Trained]:
@@ -144,9 +133,9 @@ def check(results: list[list[Trained]], zeros: bool, share: float = 1.0) -> None
     assert any(speculative.speculated for speculative, _ in results)
 
 
-@pytest.mark.parametrize(("layout", "count"), [("fsdp2", 4), ("ddp, tokens on one rank", 2), ("on their ranks", 2)])
+@pytest.mark.parametrize(("layout", "count"), [("fsdp2", 4), ("ddp", 2), ("on their ranks", 2)])
 def test_experts_without_a_gradient_are_left_alone(layout: str, count: int) -> None:
-    share = 1 / count if layout == "ddp, tokens on one rank" else 1.0
+    share = 1 / count if layout == "ddp" else 1.0
     check(on_ranks(count, both, one_each, layout), zeros=False, share=share)
 
 

@@ -6,8 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -74,6 +73,7 @@ def train(folder: str, how: str) -> dict[str, str]:
 
 
 def run(folder: Path, how: str) -> list[Outcome]:
+    folder.mkdir(exist_ok=True)
     ranks = LocalRanks(2, timeout=TIMEOUT if how else PATIENT)
     try:
         ranks.start(train, str(folder), how)
@@ -83,13 +83,6 @@ def run(folder: Path, how: str) -> list[Outcome]:
     finally:
         ranks.close()
         assert all(process.exitcode is not None for process in ranks.processes), "a zombie"
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    outcomes = run(tmp_path_factory.mktemp("whole"), "")
-    assert not any(outcome.error for outcome in outcomes), outcomes
-    return [outcome.value for outcome in outcomes]
 
 
 ACCIDENTS = {
@@ -102,47 +95,35 @@ ACCIDENTS = {
 }
 
 
-Story = tuple[list[Outcome], list[Outcome]]
-
-
-def story(folder: Path, how: str) -> Story:
+def story(folder: Path, how: str) -> tuple[list[Outcome], list[Outcome]]:
     """The accident, and the restart."""
     return run(folder, how), run(folder, "")
 
 
-@pytest.fixture(scope="module")
-def accidents(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, uninterrupted: list[Any]
-) -> Iterator[dict[str, Future[Story]]]:
-    """Those of the tests that are run, two at a time: most of each is waiting for a time-out."""
-    tests = [item for item in request.session.items if item.path == Path(__file__)]
-    given: list[dict[str, str]] = [getattr(getattr(item, "callspec", None), "params", {}) for item in tests]
-    chosen = [parameters["how"] for parameters in given if "how" in parameters]
+def test_the_others_end_in_time_and_a_restart_continues(tmp_path: Path) -> None:
+    """Two at a time: most of each is waiting for a time-out."""
     with ThreadPoolExecutor(2) as threads:
-        yield {how: threads.submit(story, tmp_path_factory.mktemp("accident"), how) for how in chosen}
-
-
-@pytest.mark.parametrize("how", ACCIDENTS)
-def test_the_others_end_in_time_and_a_restart_continues(
-    how: str, accidents: dict[str, Future[Story]], uninterrupted: list[Any]
-) -> None:
-    (survivor, lost), again = accidents[how].result()
-    assert survivor.error and "no answer" not in survivor.error, "the other rank cannot have finished"
-    if how == "raises":  # it may wait in FSDP2's collective or in ours
-        assert "ValueError: in user code" in lost.error
-        assert "RankError" in survivor.error or "RuntimeError" in survivor.error
-    else:
-        assert ACCIDENTS[how] in survivor.error, survivor.error
-        assert lost.error == ("stalled" if how == "stalls" else "lost, with exit code -9")
-    assert [outcome.error for outcome in again] == ["", ""]
-    assert [outcome.value for outcome in again] == uninterrupted
+        whole = threads.submit(run, tmp_path / "whole", "")
+        stories = {how: threads.submit(story, tmp_path / how, how) for how in ACCIDENTS}
+    assert not any(outcome.error for outcome in whole.result()), whole.result()
+    for how, told in stories.items():
+        (survivor, lost), again = told.result()
+        assert survivor.error and "no answer" not in survivor.error, f"{how}: the other rank cannot have finished"
+        if how == "raises":  # it may wait in FSDP2's collective or in ours
+            assert "ValueError: in user code" in lost.error
+            assert "RankError" in survivor.error or "RuntimeError" in survivor.error
+        else:
+            assert ACCIDENTS[how] in survivor.error, (how, survivor.error)
+            assert lost.error == ("stalled" if how == "stalls" else "lost, with exit code -9")
+        assert again == whole.result(), how
 
 
 class EndingStore:
-    """The roll call's store, in the process of rank 0: answers so many questions, then it is gone."""
+    """The roll call's store, in the process of rank 0: answers so many questions, then it is gone; or, behind a link
+    that breaks, ``silent``: no answer comes any more, and no error either."""
 
-    def __init__(self, answers: int) -> None:
-        self.answers = answers
+    def __init__(self, answers: int, silent: bool) -> None:
+        self.answers, self.silent = answers, silent
 
     def set(self, key: str, value: str) -> None:
         pass
@@ -150,27 +131,18 @@ class EndingStore:
     def check(self, keys: list[str]) -> bool:
         self.answers -= 1
         if self.answers < 0:
+            if self.silent:
+                threading.Event().wait(600.0)
             raise RuntimeError("connection reset by peer")
         return keys[0].endswith("/0")
 
 
-class SilentStore(EndingStore):
-    """The same behind a link that breaks: once it is cut, no answer comes any more, and no error either."""
-
-    def check(self, keys: list[str]) -> bool:
-        try:
-            return super().check(keys)
-        except RuntimeError:
-            threading.Event().wait(600.0)
-            raise
-
-
 def test_a_first_rank_that_has_answered_and_ended_is_not_called_lost() -> None:
-    for store, answers, missing in ((EndingStore, 0, [0]), (SilentStore, 1, [0]), (EndingStore, 2, [2])):
+    for silent, answers, missing in ((False, 0, [0]), (True, 1, [0]), (False, 2, [2])):
         roll_call = RollCall([0, 1, 2], 1, 0.2)
         roll_call.address = ("10.0.0.1", 29500)
-        vars(roll_call)["_store"] = store(answers)
-        why = "could not be reached" if store is SilentStore else "has ended"
+        vars(roll_call)["_store"] = EndingStore(answers, silent)
+        why = "could not be reached" if silent else "has ended"
         unknown = f"; the roll call of rank 0 on 10.0.0.1 {why}, so nothing is known of rank 2"
         assert roll_call.who_is_missing(7, Hosts({})) == (missing, unknown if missing == [0] else "")
 

@@ -8,26 +8,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW
-from tests.support.rank_processes import Net, error_of, loss_of, net, on_ranks
+from tests.support.rank_processes import error_of, loss_of, net, on_ranks, wholes_of
 
 OPTIONS: dict[str, Any] = {"lr": 3e-3, "threads": 1, "bucket_numel": 1024, "rank_timeout": 20.0}
 
 
-def split(model: Net) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    training = [p for p in model.parameters() if p.requires_grad]
-    return training[:3], training[3:]
-
-
-def two_at_once(make: str) -> tuple[list[Any], list[int]]:
+def two_at_once(make: str) -> tuple[list[Tensor], list[int]]:
     """As a GAN has them: each steps its own part, and the second one in every other step only."""
     inner = net(torch.float32)
     model = DistributedDataParallel(inner, bucket_cap_mb=0.005)
+    training = [p for p in inner.parameters() if p.requires_grad]
     optimizers: list[Any] = []
-    for params, lr in zip(split(inner), (3e-3, 1e-2), strict=True):
+    for params, lr in ((training[:3], 3e-3), (training[3:], 1e-2)):
         if make == "torch":
             optimizers.append(torch.optim.AdamW(params, lr=lr))
         else:
@@ -36,22 +32,24 @@ def two_at_once(make: str) -> tuple[list[Any], list[int]]:
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss_of(model, seed).backward()
-        optimizers[0].step()
-        if seed % 2:
-            optimizers[1].step()
-    speculated = [int(one.stats()["buckets_speculated"]) for one in optimizers if isinstance(one, AdamW)]
+        for optimizer in optimizers[: 1 + seed % 2]:
+            optimizer.step()
+    speculated = [int(one.stats()["buckets_speculated"]) for one in optimizers if make != "torch"]
     for optimizer in optimizers if make != "torch" else ():
         optimizer.close()
-    return [p.tolist() for p in inner.parameters()], speculated
+    return wholes_of(inner), speculated
+
+
+def assert_close(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
 def test_two_optimizers_step_parts_of_one_model() -> None:
     always, never, theirs = (on_ranks(2, two_at_once, make) for make in ("always", "never", "torch"))
-    assert [weights for weights, _ in always] == [weights for weights, _ in never]
-    assert all(min(speculated) > 0 for _, speculated in always)
-    for (ours, _), (torchs, _) in zip(always, theirs, strict=True):
-        for mine, other in zip(ours, torchs, strict=True):
-            torch.testing.assert_close(torch.tensor(mine), torch.tensor(other), rtol=1e-5, atol=1e-6)
+    for (weights, speculated), (waited, _), (torchs, _) in zip(always, never, theirs, strict=True):
+        assert all(map(torch.equal, weights, waited)) and min(speculated) > 0
+        assert_close(weights, torchs)
 
 
 def one_after_the_other() -> list[tuple[bool, int]]:
@@ -106,7 +104,7 @@ def uneven(kind: str, speculation: str = "adaptive") -> Any:
             return error_of(train)
         train()
         stats = optimizer.stats() if kind == "local" else {"buckets_committed": 0, "buckets_undone": 0}
-        return [p.tolist() for p in inner.parameters()], stats["buckets_committed"], stats["buckets_undone"]
+        return wholes_of(inner), stats["buckets_committed"], stats["buckets_undone"]
 
 
 def test_ranks_that_run_out_of_inputs_end_with_an_error_that_says_what_works() -> None:
@@ -120,6 +118,5 @@ def test_ranks_that_run_out_of_inputs_end_with_an_error_that_says_what_works() -
 def test_ranks_that_step_by_themselves_take_what_ddp_has_reduced_and_run_out_of_inputs_as_with_torch() -> None:
     always, never, theirs = (on_ranks(2, uneven, *how) for how in (("local", "always"), ("local", "never"), ("torch",)))
     for (weights, committed, undone), (waited, *_), (torchs, *_) in zip(always, never, theirs, strict=True):
-        assert weights == waited and committed > 0 == undone
-        for one, other in zip(weights, torchs, strict=True):
-            torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-5, atol=1e-6)
+        assert all(map(torch.equal, weights, waited)) and committed > 0 == undone
+        assert_close(weights, torchs)

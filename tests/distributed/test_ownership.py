@@ -17,62 +17,39 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 from superoffload import AdamW
-from superoffload.distributed.ownership import (
-    Box,
-    OwnersTable,
-    Pair,
-    check_strided,
-    dtensor_holding,
-    like_parameter,
-    misfit,
-)
+from superoffload.distributed.ownership import Box, OwnersTable, check_strided, dtensor_holding, like_parameter, misfit
 from superoffload.errors import ArgumentError
 from superoffload.host.tensors import local_of
 from tests.support.meshes import LAYOUTS, laid_out, whole_model
 from tests.support.rank_processes import error_of, mesh_of, on_ranks
 
-# ---- boxes --------------------------------------------------------------------------------------------------------
 
-
-GRID = [Box((r, c), (h, w)) for r, h in ((0, 2), (2, 3)) for c, w in ((0, 1), (1, 3), (4, 2))]
-
-
-def test_boxes_that_fit_and_boxes_that_do_not() -> None:
-    assert misfit((5, 6), GRID) is None
-    assert misfit((5, 6), [*GRID, Box((5, 0), (0, 6))]) is None, "an empty one does not count"
-    assert misfit((), [Box((), ())]) is None
-    assert misfit((0, 3), []) is None
-    for i, box in enumerate(GRID):
-        rest = [*GRID[:i], *GRID[i + 1 :]]
+def test_parts_that_overlap_or_leave_a_gap_are_refused() -> None:
+    grid = [Box((r, c), (h, w)) for r, h in ((0, 2), (2, 3)) for c, w in ((0, 1), (1, 3), (4, 2))]
+    assert misfit((5, 6), [*grid, Box((5, 0), (0, 6))]) is None, "an empty one does not count"
+    assert misfit((), [Box((), ())]) is misfit((0, 3), []) is None
+    for i, box in enumerate(grid):
+        rest = [*grid[:i], *grid[i + 1 :]]
         found = misfit((5, 6), rest)
         assert found is not None and "in no part" in found.what
         for row, column in ((-1, 0), (1, 0), (0, -1), (0, 1)):
             moved = Box((box.offsets[0] + row, box.offsets[1] + column), box.lengths)
             assert misfit((5, 6), [*rest, moved]) is not None
-
-
-# ---- owners -------------------------------------------------------------------------------------------------------
-
-
-def pair(*runs: tuple[int, int]) -> Pair:
-    return tuple(o for o, _ in runs), tuple(n for _, n in runs)
-
-
-def test_parts_that_overlap_or_leave_a_gap_are_refused() -> None:
-    for told, words in (
-        ([pair((0, 4), (0, 3)), pair((0, 4), (2, 4))], "w: index 2 of dimension 1 is in several parts"),
-        ([pair((0, 2), (0, 6)), pair((0, 2), (0, 6))], "w: indices 2 to 3 of dimension 0 are in no part"),
-        ([pair((0, 2), (0, 6)), pair((2, 2), (0, 5))], "rank 1: 2 to 3 x 0 to 4"),
+    for first, second, words in (
+        (((0, 0), (4, 3)), ((0, 2), (4, 4)), "w: index 2 of dimension 1 is in several parts"),
+        (((0, 0), (2, 6)), ((0, 0), (2, 6)), "w: indices 2 to 3 of dimension 0 are in no part"),
+        (((0, 0), (2, 6)), ((2, 0), (2, 5)), "rank 1: 2 to 3 x 0 to 4"),
     ):
         with pytest.raises(ArgumentError, match=words):
-            OwnersTable().owners("w", (4, 6), (0, 1), told)
+            OwnersTable().owners("w", (4, 6), (0, 1), [first, second])
 
 
 # ---- placements ---------------------------------------------------------------------------------------------------
 
 
 def boxes_agree() -> None:
-    """Every local part is the box of the whole tensor that torch itself gathers."""
+    """Every local part is the box of the whole tensor that torch itself gathers: in our layouts, and with all
+    placements on two mesh dimensions without _StridedShard, with uneven and empty parts."""
     for layout in (one for one in LAYOUTS.values() if one.ranks == 4):
         model, whole = laid_out(layout), dict(whole_model(layout).named_parameters())
         sharded = [(key, param) for key, param in model.named_parameters() if isinstance(param, DTensor)]
@@ -80,26 +57,16 @@ def boxes_agree() -> None:
         for key, param in sharded:
             assert torch.equal(dtensor_holding(key, param).box.of(whole[key]), param.to_local()), key
             assert torch.equal(param.full_tensor(), whole[key]), key
-
-
-SHAPES = [(8, 8), (7, 5), (1, 9), (3, 2, 5), (13,), (2, 0)]
-
-
-def any_placements() -> None:
-    """All placements of two mesh dimensions without _StridedShard, with uneven and empty parts."""
-    mesh = mesh_of(2, 2)
-    for shape in SHAPES:
-        whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    for shape in ((8, 8), (7, 5), (1, 9), (3, 2, 5), (13,), (2, 0)):
+        tensor = torch.arange(torch.Size(shape).numel()).view(shape)
         choices = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
         for placements in itertools.product(choices, repeat=2):
-            param = distribute_tensor(whole, mesh, placements)
-            holding = dtensor_holding("w", param)
-            assert torch.equal(holding.box.of(whole), param.to_local()), (shape, placements)
+            part = distribute_tensor(tensor, mesh_of(2, 2), placements)
+            assert torch.equal(dtensor_holding("w", part).box.of(tensor), part.to_local()), (shape, placements)
 
 
 def test_a_local_part_is_its_box() -> None:
     on_ranks(4, boxes_agree)
-    on_ranks(4, any_placements)
 
 
 def refused() -> dict[str, str]:
@@ -132,11 +99,9 @@ def test_layouts_that_no_rank_can_serve_are_refused() -> None:
 
 def a_torch_that_gathers_otherwise() -> str:
     """The meaning of _StridedShard is not documented, so another torch may have another."""
-    mesh = mesh_of(2, 2)
-    placements = (_StridedShard(0, split_factor=2), Shard(0))
-    param = DTensor.from_local(
-        torch.zeros(2, 3), mesh, placements, run_check=False, shape=torch.Size((8, 3)), stride=(3, 1)
-    )
+    placements: Any = (_StridedShard(0, split_factor=2), Shard(0))
+    layout: Any = {"shape": torch.Size((8, 3)), "stride": (3, 1), "run_check": False}
+    param = DTensor.from_local(torch.zeros(2, 3), mesh_of(2, 2), placements, **layout)
     check_strided([("w", param)])
     gathered = torch.tensor([0, 1, 4, 5, 2, 3, 6, 7])
     with mock.patch.object(DTensor, "full_tensor", lambda *_: gathered):

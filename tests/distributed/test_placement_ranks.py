@@ -67,16 +67,14 @@ def train(model: Any, optimizer: AdamW, steps: range) -> list[float]:
 def outcome(run: Run, placement: Any) -> tuple[Any, dict[str, Any]]:
     """What must be the same with and without; and what shows what was placed."""
     with training(run, placement) as (model, optimizer, link):
-        losses = train(model, optimizer, range(STEPS))
-        stats = optimizer.stats()
+        losses, stats = train(model, optimizer, range(STEPS)), optimizer.stats()
         counts = [stats[name] for name in ("steps", "skipped_steps", "clipped_steps")]
         seen = {
-            "placed": stats["params_on_device"],
             "share": stats["params_on_device"] / sum(shard.numel for shard in optimizer._engine.shards),
             "stepped": len(link.residency.stepped),
             "why": optimizer.placement and optimizer.placement["why"],
-            "clipped": stats["clipped_steps"],
         }
+        assert stats["clipped_steps"] > 0
         return (optimizer.state_digests(), [repr(loss) for loss in losses], counts), seen
 
 
@@ -84,7 +82,7 @@ def both(run: Run, placement: Any) -> dict[str, Any]:
     expected, without = outcome(run, None)
     found, seen = outcome(run, placement)
     assert found == expected
-    assert without["placed"] == without["stepped"] == 0 < seen["clipped"]
+    assert without["share"] == without["stepped"] == 0
     return seen
 
 
@@ -119,10 +117,9 @@ def apart(run: Run) -> float:
         return float(both(run, "auto")["share"])
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "spread"])
-def test_ranks_may_place_different_shares(kind: str) -> None:
+def test_ranks_may_place_different_shares() -> None:
     """Full checks in every step compare state that one rank has on the accelerator and another in host memory."""
-    first, second = on_ranks(2, apart, Run(kind, options={"rank_check": "full"}))
+    first, second = on_ranks(2, apart, Run("spread", options={"rank_check": "full"}))
     assert 0.1 < first <= 0.3 < second <= 0.9
 
 

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -36,13 +34,12 @@ LOST = [("backward", "the link dies"), ("exchange", "the link dies"), ("exchange
 SURVIVED = [("backward", "the link slows"), ("backward", "the link loses packets")]
 
 
-@dataclass
-class Run:
+class Run(NamedTuple):
     """What a rank has seen. ``after``: digests of its state after each finished step; ``left``: after the error."""
 
-    after: list[dict[str, str]] = field(default_factory=list)
+    after: list[dict[str, str]]
     error: str = ""
-    left: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] | None = None
 
 
 def happen(what: str, names: tuple[str, ...], rank: int) -> None:
@@ -70,7 +67,7 @@ def train(names: tuple[str, ...], at: str, what: str) -> Run:
     model = shard(net(torch.bfloat16, width=40), mesh_of_hosts(), BF16)
     options: dict[str, Any] = {"speculation": "always", "threads": 1}
     optimizer = AdamW(model.parameters(), model=model, max_grad_norm=0.5, rank_timeout=TIMEOUT, **options)
-    run = Run()
+    after: list[dict[str, str]] = []
 
     def starting(session: RankSession, sums: dict[int, float]) -> None:
         if at == "exchange" and session._call == FAILS_AT:
@@ -87,11 +84,9 @@ def train(names: tuple[str, ...], at: str, what: str) -> Run:
                 optimizer.step()
             optimizer.zero_grad()
         except Exception as error:
-            run.error = f"{type(error).__name__}: {error}"
-            run.left = optimizer.state_digests()
-            return run
-        run.after.append(optimizer.state_digests())
-    return run
+            return Run(after, f"{type(error).__name__}: {error}", optimizer.state_digests())
+        after.append(optimizer.state_digests())
+    return Run(after)
 
 
 def tell(case: Case) -> tuple[list[Run], int]:
@@ -112,46 +107,32 @@ def tell(case: Case) -> tuple[list[Run], int]:
     return [outcome.value for outcome in outcomes], lost
 
 
-@pytest.fixture(scope="module")
-def told() -> Iterator[Callable[[Case], tuple[list[Run], int]]]:
-    """All runs, side by side once one is asked for: most of each is waiting for a time-out."""
-    started: dict[Case, Future[Any]] = {}
+@needs_namespaces
+def test_survivors_end_in_time_with_the_last_finished_step_and_a_bad_link_changes_no_bit() -> None:
+    """All runs side by side: most of each is waiting for a time-out."""
+    cases = (WHOLE, *LOST, *SURVIVED)
     with ThreadPoolExecutor(4) as threads:
-
-        def ask(case: Case) -> Any:
-            if not started:
-                started.update({one: threads.submit(tell, one) for one in (WHOLE, *LOST, *SURVIVED)})
-            return started[case].result()
-
-        yield ask
-
-
-@needs_namespaces
-@pytest.mark.parametrize("case", LOST, ids=": ".join)
-def test_survivors_end_in_time_with_the_last_finished_step(case: Case, told: Any) -> None:
-    (runs, _), (whole, _) = told(case), told(WHOLE)
-    for rank, (run, unharmed) in enumerate(zip(runs, whole, strict=True)):
-        assert run.after == unharmed.after[: FAILS_AT - 1] and run.left == run.after[-1], (rank, run.error)
-        if case[0] == "backward":  # in FSDP2's own collective: its error, after its time-out
-            assert run.error.startswith("RuntimeError"), (rank, run.error)
-            continue
-        assert run.error.startswith("RankError: the verdict of step 4: "), run.error
-        if rank < 2:
-            assert f"rank 2, 3 on {HOSTS[1]} did not take part within 5 s (seen from rank {rank} on" in run.error
-        elif case[1] == "the link dies":
-            words = f"rank 0 on {HOSTS[0]} did not take part within 5 s (seen from rank {rank} on {HOSTS[1]}; the roll "
-            assert f"{words}call of rank 0 on {ADDRESSES[0]} could not be reached" in run.error, run.error
-            assert f"nothing is known of rank 1 on {HOSTS[0]}, rank {5 - rank} on {HOSTS[1]})" in run.error, run.error
-
-
-@needs_namespaces
-@pytest.mark.parametrize("case", SURVIVED, ids=": ".join)
-def test_a_bad_link_changes_no_bit(case: Case, told: Any) -> None:
-    (bad, lost), (good, _) = told(case), told(WHOLE)
-    assert [run.error for run in bad] == [""] * RANKS
-    assert [run.after for run in bad] == [run.after for run in good]
-    assert all(len(run.after) == STEPS for run in good)
-    assert (lost > 0) == ("loses" in case[1])
+        told = dict(zip(cases, threads.map(tell, cases), strict=True))
+    whole, _ = told[WHOLE]
+    assert all(len(run.after) == STEPS for run in whole)
+    for case in SURVIVED:
+        bad, lost = told[case]
+        assert bad == whole, case
+        assert (lost > 0) == ("loses" in case[1])
+    for case in LOST:
+        for rank, (run, unharmed) in enumerate(zip(told[case][0], whole, strict=True)):
+            assert run.after == unharmed.after[: FAILS_AT - 1] and run.left == run.after[-1], (case, rank, run.error)
+            if case[0] == "backward":  # in FSDP2's own collective: its error, after its time-out
+                assert run.error.startswith("RuntimeError"), (rank, run.error)
+                continue
+            assert run.error.startswith("RankError: the verdict of step 4: "), run.error
+            if rank < 2:
+                assert f"rank 2, 3 on {HOSTS[1]} did not take part within 5 s (seen from rank {rank} on" in run.error
+            elif case[1] == "the link dies":
+                seen = f"rank 0 on {HOSTS[0]} did not take part within 5 s (seen from rank {rank} on {HOSTS[1]}; "
+                assert f"{seen}the roll call of rank 0 on {ADDRESSES[0]} could not be reached" in run.error, run.error
+                unknown = f"nothing is known of rank 1 on {HOSTS[0]}, rank {5 - rank} on {HOSTS[1]})"
+                assert unknown in run.error, run.error
 
 
 def make_on(names: tuple[str, ...], device: str) -> str:

@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from superoffload import AdamW, checkpoints
 from superoffload.errors import DiskError, SuperOffloadError
 from tests.convergence.local_ranks import PRELOAD
 from tests.support import power_cuts
-from tests.support.adamw_training import batch, model_of
+from tests.support.adamw_training import model_of, train
 from tests.support.disk_faults import KILL, KILLED, SHORT, TEAR, Record, Watch
 
 SEEDS = range(2)  # partial losses that are tried after each call
@@ -42,9 +43,7 @@ class Training:
 
     def steps(self, count: int) -> None:
         for _ in range(count):
-            self.optimizer.zero_grad()
-            batch(self.model, self.done).backward()
-            self.optimizer.step()
+            train(self.model, self.optimizer, range(self.done, self.done + 1))
             self.done += 1
 
 
@@ -72,24 +71,21 @@ class Scenario:
         return root
 
     def save(self, root: Path, training: Training) -> None:
-        keep = None if self.name == "first" else 1
+        given: Any = (root / self.folder, training.model, training.optimizer)
         if self.name == "background":
-            folder = root / self.folder
-            checkpoints.save_in_background(folder, training.model, training.optimizer, keep=keep).wait(60)
+            checkpoints.save_in_background(*given, keep=1).wait(60)
         else:
-            checkpoints.save(root / self.folder, training.model, training.optimizer, keep=keep)
+            checkpoints.save(*given, keep=None if self.name == "first" else 1)
 
 
 class Check:
     """Counts what was tried and what was wrong about what was left."""
 
     def __init__(self) -> None:
-        straight = Training(1)
-        self._digests = {1: straight.optimizer.state_digests()}  # of the state, by step
-        straight.steps(1)
-        self._digests[2] = straight.optimizer.state_digests()
-        straight.steps(1)
-        self.at_the_end = straight.optimizer.state_digests()
+        straight, self.digests = Training(0), dict[int, Any]()  # of the state, by step
+        for step in range(1, 4):
+            straight.steps(1)
+            self.digests[step] = straight.optimizer.state_digests()
         self._reader = Training(0, seed=8)
         self.training = Training(2)
         self.counts: Counter[str] = Counter()
@@ -106,7 +102,7 @@ class Check:
         for step in steps:
             try:
                 checkpoints.load(runs / f"step-{step}", self._reader.model, self._reader.optimizer)
-                self.expect(self._reader.optimizer.state_digests() == self._digests[step], f"{what}: step-{step}: bits")
+                self.expect(self._reader.optimizer.state_digests() == self.digests[step], f"{what}: step-{step}: bits")
             except SuperOffloadError as error:
                 self.problems.append(f"{what}: step-{step} does not load: {error}")
         found = checkpoints.latest(runs)
@@ -244,7 +240,7 @@ def main() -> None:
         fail_each_call(scenario, above, watch, check)
         check.counts[f"calls of {scenario.name}"] = len(scenario.record.calls)
     check.training.steps(1)
-    check.expect(check.training.optimizer.state_digests() == check.at_the_end, "training goes on with other bits")
+    check.expect(check.training.optimizer.state_digests() == check.digests[3], "training goes on with other bits")
     print(json.dumps({"counts": check.counts, "problems": check.problems}))
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from superoffload import AdamW
 from tests.support.rank_processes import mesh_of, tokens_of
@@ -177,12 +173,20 @@ def whole(value: Any) -> Tensor:
     return tensor.detach().double()
 
 
+def everything(named: Iterable[tuple[str, nn.Parameter]], optimizer: AdamW) -> dict[str, Tensor]:
+    """All parameters and their state, gathered, by name and kind."""
+    found = {}
+    for name, param in named:
+        found[name] = whole(param)
+        found.update({f"{key} {name}": whole(value) for key, value in optimizer.state.get(param, {}).items()})
+    return found
+
+
 def norm_in_double(model: nn.Module) -> float:
     return math.sqrt(sum(float(whole(p.grad).square().sum()) for p in model.parameters() if p.grad is not None))
 
 
-@dataclass
-class Trained:
+class Trained(NamedTuple):
     """What a run leaves: the norm of every step and that in double, all state of this rank, whole masters by name."""
 
     norms: list[float]
@@ -196,40 +200,48 @@ def options_of(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
     return {"lr": 3e-3, "threads": 1, "bucket_numel": 512, "model": model, "rank_timeout": 20.0, **options}
 
 
-def train(name: str, steps: int = 6, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Trained:
-    """Trains over all ranks: one step is clipped late, so that it is replayed, and one has a NaN."""
+def train(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Trained:
+    """Trains over all ranks."""
     layout = LAYOUTS[name]
-    model, part = laid_out(layout, dtype, seed), rows(layout, dist.get_rank())
+    model, part = laid_out(layout, dtype), rows(layout, dist.get_rank())
+    poisoned = model.parameters() if dist.get_rank() == layout.ranks - 1 else ()
     with AdamW(model.parameters(), **options_of(model, options)) as optimizer:
-        return run(model, optimizer, [part], steps, poisons=dist.get_rank() == layout.ranks - 1)
+        backward, norm = lambda step: loss_of(model, step, part).backward(), partial(norm_in_double, model)
+        return run(model.named_parameters(), optimizer, backward, norm, poisoned)
 
 
-def train_alone(name: str, steps: int = 6, **options: Any) -> Trained:
+def train_alone(model: Model, parts: Sequence[int]) -> Trained:
     """The same training in one process, which has all rows."""
-    layout = LAYOUTS[name]
-    model = whole_model(layout)
-    parts = sorted({rows(layout, rank) for rank in range(layout.ranks)})
-    with AdamW(model.parameters(), **options_of(model, options)) as optimizer:
-        return run(model, optimizer, parts, steps, poisons=True)
 
-
-def run(model: nn.Module, optimizer: AdamW, parts: list[int], steps: int, *, poisons: bool) -> Trained:
-    norms, in_double = [], []
-    for step in range(steps):
-        optimizer.zero_grad()
-        optimizer.max_grad_norm = 50.0
+    def backward(step: int) -> None:
         for part in parts:
             (loss_of(model, step, part) / len(parts)).backward()
-        in_double.append(norm_in_double(model))
+
+    with AdamW(model.named_parameters(), **options_of(model, {})) as optimizer:
+        norm = partial(norm_in_double, model)
+        return run(model.named_parameters(), optimizer, backward, norm, model.parameters())
+
+
+def run(
+    named: Iterable[tuple[str, nn.Parameter]], optimizer: AdamW, backward: Callable[[int], None],
+    norm: Callable[[], float], poisoned: Iterable[nn.Parameter],
+) -> Trained:  # fmt: skip
+    """Six steps: one is clipped late, so that it is replayed, and one has a NaN in a gradient of ``poisoned``."""
+    norms, in_double = [], []
+    for step in range(6):
+        optimizer.zero_grad()
+        optimizer.max_grad_norm = 50.0
+        backward(step)
+        if step == 3:
+            poison(poisoned)
+        else:
+            in_double.append(norm())
         if step == 2:  # as late as this every bucket is speculated
             optimizer.max_grad_norm = in_double[-1] / 3
-        if step == 3 and poisons:
-            poison(model.parameters())
         optimizer.step()
         if step != 3:
             norms.append(optimizer.grad_norm)
-    del in_double[3]
-    masters = {name: whole(optimizer.state[param]["master"]) for name, param in model.named_parameters()}
+    masters = {name: whole(optimizer.state[param]["master"]) for name, param in named}
     return Trained(norms, in_double, optimizer.state_digests(), masters, optimizer.stats())
 
 

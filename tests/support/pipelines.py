@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
 
 from superoffload import AdamW
 from tests.convergence.tensor_parallel import parallelize
-from tests.support.meshes import LAYOUTS, VOCABULARY, WIDTH, Model, Trained, options_of, poison, run, whole, whole_model
+from tests.support.meshes import LAYOUTS, VOCABULARY, WIDTH, Model, Trained, options_of, run, whole, whole_model
 from tests.support.rank_processes import mesh_of, tokens_of
 
 # Stages x what each stage's two ranks do.
@@ -70,8 +72,6 @@ class Pipeline:
             self._cut(mesh["inner"])
 
     def _cut(self, mesh: Any) -> None:
-        from torch.distributed.tensor import Replicate, Shard
-
         for name, layer in list(self.stage.named_modules()):
             if isinstance(layer, nn.LayerNorm):
                 parallelize(layer, mesh, Replicate())
@@ -134,31 +134,10 @@ def norm_in_double(pipeline: Pipeline) -> float:
     return math.sqrt(float(squares) / pipeline.width)
 
 
-def train(way: str, steps: int = 6, dtype: torch.dtype = torch.float32, **options: Any) -> Trained:
-    """Trains over all ranks: one step is clipped late, so that it is replayed, and one has a NaN on the last rank."""
-    pipeline = Pipeline(way, dtype)
-    norms, in_double = [], []
+def train(way: str, **options: Any) -> Trained:
+    """Trains over all ranks."""
+    pipeline, last = Pipeline(way), dist.get_rank() == dist.get_world_size() - 1
+    poisoned = [param for name, param in pipeline.named() if last and name != "embedding.weight"]
     with AdamW(pipeline.named(), **options_of(pipeline.stage, options)) as optimizer:
-        for step in range(steps):
-            optimizer.zero_grad()
-            optimizer.max_grad_norm = 50.0
-            pipeline.backward(step, pipeline.part)
-            in_double.append(norm_in_double(pipeline))
-            if step == 2:  # as late as this every bucket is speculated
-                optimizer.max_grad_norm = in_double[-1] / 3
-            if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
-                poison(param for name, param in pipeline.named() if name != "embedding.weight")
-            optimizer.step()
-            if step != 3:
-                norms.append(optimizer.grad_norm)
-        del in_double[3]
-        masters = {name: whole(optimizer.state[param]["master"]) for name, param in pipeline.named()}
-        return Trained(norms, in_double, optimizer.state_digests(), masters, optimizer.stats())
-
-
-def train_alone(way: str) -> Trained:
-    """The same training in one process, which has all rows."""
-    model = whole_of(way)
-    parts = range(2) if "fsdp2" in way else range(1)
-    with AdamW(model.named_parameters(), **options_of(model, {})) as optimizer:
-        return run(model, optimizer, list(parts), 6, poisons=True)
+        backward, norm = lambda step: pipeline.backward(step, pipeline.part), partial(norm_in_double, pipeline)
+        return run(pipeline.named(), optimizer, backward, norm, poisoned)

@@ -15,15 +15,7 @@ from superoffload import AdamW, _native
 from superoffload.distributed.session import RankSession
 from superoffload.engine.bucket import Bucket
 from superoffload.engine.verdict import Verdict
-from tests.support.rank_processes import (
-    BF16,
-    flat_mesh,
-    net,
-    optimizer_of,
-    replica_mesh,
-    shard,
-    tokens_of,
-)
+from tests.support.rank_processes import BF16, flat_mesh, net, optimizer_of, replica_mesh, shard, tokens_of
 
 Operation = _native.Operation
 
@@ -141,6 +133,18 @@ FAULTS: dict[str, Any] = {
 }
 
 
+def first_error(optimizer: AdamW, backward: Callable[[int], None], steps: int) -> list[Any]:
+    """[the number of the step whose step() raised, the message]; [steps, ""] if none did."""
+    for number in range(1, steps + 1):
+        optimizer.zero_grad()
+        backward(number)
+        try:
+            optimizer.step()
+        except Exception as error:
+            return [number, f"{type(error).__name__}: {error}"]
+    return [steps, ""]
+
+
 def train_until_error(
     fault: str,
     step: int,
@@ -151,21 +155,21 @@ def train_until_error(
     delivery: str = "eager",
     master_dtype: str = "fp32",
 ) -> list[Any]:
-    """[the number of the step whose step() raised, the message]; [steps, ""] if none did."""
     model: Any = shard(net(torch.bfloat16), replica_mesh() if replicas else flat_mesh(), BF16)
-    with (
-        optimizer_of(
-            model, max_grad_norm=0.5, rank_check=check, delivery=delivery, master_dtype=master_dtype
-        ) as optimizer,
-        FAULTS[fault](optimizer, step, rank),
-    ):
-        for number in range(1, steps + 1):
-            if fault == "stale_parameters" and number == step:
-                model.set_reshard_after_backward(False)
-            optimizer.zero_grad()
-            model.loss(tokens_of(number, dist.get_rank())).backward()
-            try:
-                optimizer.step()
-            except Exception as error:
-                return [number, f"{type(error).__name__}: {error}"]
-    return [steps, ""]
+
+    def backward(number: int) -> None:
+        if fault == "stale_parameters" and number == step:
+            model.set_reshard_after_backward(False)
+        model.loss(tokens_of(number, dist.get_rank())).backward()
+
+    given: dict[str, Any] = {"rank_check": check, "delivery": delivery, "master_dtype": master_dtype}
+    with optimizer_of(model, max_grad_norm=0.5, **given) as optimizer, FAULTS[fault](optimizer, step, rank):
+        return first_error(optimizer, backward, steps)
+
+
+def assert_found(results: list[Any], text: str, earliest: int, latest: int) -> None:
+    """The same error on every rank, in one of these steps."""
+    assert len({message for _, message in results}) == 1
+    number, message = results[0]
+    assert message.startswith("RankError: ranks have diverged: ") and text in message, message
+    assert earliest <= number <= latest
