@@ -110,7 +110,7 @@ def _resident(field: str) -> int:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     command.positive(args, "numel", "steps")
-    numel, steps = (10**8, 20) if args.quick else (int(args.numel), args.steps)
+    numel, steps = (3 * 10**7, 8) if args.quick else (int(args.numel), args.steps)
     columns = ("resident", "stats", "peak", "planned", "journal_reserved")
     print(f"{'bytes per parameter':32}" + "".join(f"{column:>17}" for column in columns))
     rows, missed = [], []
