@@ -168,7 +168,7 @@ def test_bad_arguments(run: Run, tmp_path: Path) -> None:
 
 
 def test_state_of_torchs_adamw_that_has_no_place_in_a_checkpoint(tmp_path: Path) -> None:
-    """The maxima of amsgrad, also in a checkpoint that another program wrote; what somebody put there."""
+    """The maxima of amsgrad, also in a checkpoint that another program wrote; what a program put there."""
     first, second = nn.Linear(3, 2), nn.Linear(3, 2)
     one, other = torch.optim.AdamW(first.parameters()), torch.optim.AdamW(second.parameters())
     first(torch.ones(4, 3)).sum().backward()

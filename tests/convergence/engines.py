@@ -51,7 +51,7 @@ class BaseEngine:
     """Trains one model on this rank, by a loop as users write it. An engine inherits from it and changes what is
     different. ``ours``: the optimizer is superoffload's."""
 
-    model: nn.Module
+    model: Any
     optimizer: Any
     ours = True
     replicated: str | None = None
@@ -70,8 +70,8 @@ class BaseEngine:
             put_experts(model, setup.experts, setup.seed)
         return model.to(setup.device)
 
-    def wrap(self, model: Any) -> nn.Module:
-        return model  # type: ignore[no-any-return]
+    def wrap(self, model: Any) -> Any:
+        return model
 
     def make_optimizer(self, setup: Setup, speculation: str) -> Any:
         named = [(name, param) for name, param in self.inner.named_parameters() if param.requires_grad]
@@ -184,7 +184,7 @@ class Fsdp2(BaseEngine):
         return sharded(model, self.setup.dtype)
 
     def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
-        self.model.set_requires_gradient_sync(reduces)  # type: ignore[operator]
+        self.model.set_requires_gradient_sync(reduces)
         return nullcontext()
 
 
@@ -209,7 +209,7 @@ class Ddp(BaseEngine):
         return DistributedDataParallel(model, bucket_cap_mb=0.1)
 
     def micro_batch(self, reduces: bool) -> AbstractContextManager[None]:
-        model: Any = self.model
+        model = self.model
         return nullcontext() if reduces else model.no_sync()
 
     def poison(self, last_rank: bool) -> None:

@@ -72,9 +72,13 @@ class PlatformCPU(PlatformBase):
 PlatformRegistry.register(platform="cpu")(PlatformCPU)
 
 
-# verl registers its FSDP2 engines for GPUs and NPUs only; they need the platform.
-from verl.workers.engine.base import EngineRegistry  # noqa: E402
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead  # noqa: E402
+def register_engines() -> None:
+    """Registers verl's FSDP2 engines, which it does for GPUs and NPUs only. Loading them needs the platform."""
+    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
-for model_type, engine in (("language_model", FSDPEngineWithLMHead), ("value_model", FSDPEngineWithValueHead)):
-    EngineRegistry.register(model_type, backend=["fsdp", "fsdp2"], device="cpu")(engine)
+    for model_type, engine in (("language_model", FSDPEngineWithLMHead), ("value_model", FSDPEngineWithValueHead)):
+        EngineRegistry.register(model_type, backend=["fsdp", "fsdp2"], device="cpu")(engine)
+
+
+register_engines()

@@ -129,6 +129,7 @@ def test_checkpoints_fit_any_ratio(
 
 def test_which_sub_groups_stay_and_what_is_refused() -> None:
     assert driver.resident_sub_groups({0: "cuda", 1: "cuda", 2: "cpu"}) == {0, 1}
-    master, published = (SimpleNamespace(device=torch.device(where)) for where in ("cuda:0", "cpu"))
+    places: list[Any] = [SimpleNamespace(device=torch.device(where)) for where in ("cuda:0", "cpu")]
+    master, published = places
     with pytest.raises(ArgumentError, match=r"offload_param.*sub-group 1.*set ratio to 1\.0"):
-        driver.check_resident({1: master}, {1: published})  # type: ignore[dict-item]
+        driver.check_resident({1: master}, {1: published})
