@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from superoffload._version import __version__
+from superoffload.optimizer.frameworks import register as _register
 
 if TYPE_CHECKING:
     from superoffload import checkpoints, errors, exporter, integrations, kernels, metrics, timeline
@@ -41,6 +42,8 @@ __all__ = [
     "metrics",
     "timeline",
 ]
+
+_register("superoffload.integrations.accelerate", "superoffload.integrations.ddp", "superoffload.integrations.fsdp2")
 
 
 def __getattr__(name: str) -> Any:

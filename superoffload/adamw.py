@@ -22,10 +22,11 @@ from superoffload.engine.verdict import Verdict
 from superoffload.errors import StateError
 from superoffload.host.environment import check_environment
 from superoffload.host.tensors import outside_inference, untraced
-from superoffload.optimizer.accumulating import Accumulating, is_placing_state
+from superoffload.optimizer.accumulating import Accumulating
 from superoffload.optimizer.adamw_parts import PermanentParts, assemble
 from superoffload.optimizer.arguments import check_given, params_of, refuse_unknown
 from superoffload.optimizer.delivery import CheckReads
+from superoffload.optimizer.frameworks import is_copying_state
 from superoffload.optimizer.gradient_source import clear_main_grad
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.lifetime import Lifetime
@@ -366,7 +367,7 @@ class AdamW(Optimizer):
         ``superoffload.checkpoints.save`` needs none. DTensor parameters have DTensors. State that is spread over ranks
         (``replicated="shard"``) is gathered, so all ranks must call this then."""
         self._check_usable(closed_too=True)
-        if is_placing_state():
+        if is_copying_state():
             return {"state": {}, "param_groups": []}
         return self._parts.state.as_dict(super().state_dict)
 
@@ -377,7 +378,7 @@ class AdamW(Optimizer):
 
         Where a checkpoint has no masters, or the model's parameters are not their rounding, the parameters win.
         Tensors of full shapes fit any number of ranks. Values are copied block by block into the existing state."""
-        if is_placing_state():
+        if is_copying_state():
             return
         read = agreed(self._ranks, "load_state_dict()", lambda: self.check_state_dict(state_dict))
         self.take_over(read, "load_state_dict()")

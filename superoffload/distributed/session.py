@@ -393,8 +393,9 @@ class RankSetup:
 
 def set_up_ranks(
     params: Sequence[Tensor],
-    model: nn.Module | None,
     *,
+    reduced: bool,
+    forward_view: Callable[[], Gathered | None],
     replicated: str,
     check: tuple[bool, int],
     process_group: Any,
@@ -411,23 +412,15 @@ def set_up_ranks(
         return RankSetup(None, holder("local", None, 0))
     rank, world = dist.get_rank(), dist.get_world_size()
     if replicated == "local" and not any(is_dtensor(param) for param in params):
-        return RankSetup(None, holder("local", None, 0), sharing=(rank,), world=world, reduced=_is_ddp(model))
+        return RankSetup(None, holder("local", None, 0), sharing=(rank,), world=world, reduced=reduced)
     group = rank_group(process_group, seconds)
     if group is None:
-        return RankSetup(None, holder("local", None, rank), sharing=(rank,), world=world, reduced=_is_ddp(model))
-    from superoffload.distributed.fully_shard import forward_view
-    from superoffload.distributed.session import RankCheck, RankSession
-
-    view = forward_view(model) if model is not None else None
-    session = RankSession(group, RankCheck(*check), view, gradient_of)
+        return RankSetup(None, holder("local", None, rank), sharing=(rank,), world=world, reduced=reduced)
+    session = RankSession(group, RankCheck(*check), forward_view(), gradient_of)
     mine = RankOnNode(socket.gethostname(), group.rank, tuple(allowed_cpus()), near_gpu(params))
     cpus = share_cpus(group.exchange_objects("the processors of each rank", mine), group.rank)
     ranks = tuple(group.ranks)
-    return RankSetup(session, holder(replicated, ranks, rank), cpus, ranks, world, rank == ranks[0], _is_ddp(model))
-
-
-def _is_ddp(model: nn.Module | None) -> bool:
-    return isinstance(model, nn.parallel.DistributedDataParallel)
+    return RankSetup(session, holder(replicated, ranks, rank), cpus, ranks, world, rank == ranks[0], reduced)
 
 
 def near_gpu(params: Sequence[Tensor]) -> tuple[int, ...]:

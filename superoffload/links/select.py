@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from superoffload.errors import ArgumentError
 from superoffload.host.tensors import local_of
@@ -18,9 +18,9 @@ def on_device(params: Sequence[Tensor]) -> bool:
     return local_of(params[0]).device.type != "cpu"
 
 
-def keeps_gradients(params: Sequence[Tensor], asked: bool | None, model: nn.Module | None) -> bool | None:
-    """Resolves ``keep_grads`` for these parameters; None leaves the choice to the link."""
-    reduced = isinstance(model, nn.parallel.DistributedDataParallel)
+def keeps_gradients(params: Sequence[Tensor], asked: bool | None, *, reduced: bool) -> bool | None:
+    """Resolves ``keep_grads`` for these parameters; None leaves the choice to the link. ``reduced``: the model itself
+    reduces gradients over ranks, in memory of its own."""
     if asked is False and (reduced or not on_device(params)):
         where = "under DistributedDataParallel, which reuses their memory," if reduced else "on the CPU"
         raise ArgumentError(f"keep_grads=False: gradients {where} are always kept; pass True or None")

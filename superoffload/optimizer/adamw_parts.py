@@ -25,7 +25,7 @@ from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.master_updates import MasterUpdates
-from superoffload.optimizer.other_ranks import Ranks, Reductions, other_ranks
+from superoffload.optimizer.other_ranks import Ranks, ReducedGradients, other_ranks
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.shown_state import ShownStates
 from superoffload.optimizer.state import Sleep, State
@@ -54,12 +54,12 @@ class PermanentParts:
         self.recorder = recorder
         self.fp32_accumulation = Fp32Accumulation(wanted=given.fp32_sums)
         self.accumulation = Accumulation()
-        self.reductions = Reductions()
+        self.reductions = ReducedGradients()
         self.views = ShownStates(lifetime.work)
         self.earlier: dict[str, float | int] = {}  # totals of engines before the last change of groups
 
     def follow_reductions(self, ranks: Ranks) -> None:
-        """Has gradients of a ``DistributedDataParallel`` taken once it has reduced them over the ranks."""
+        """Has gradients taken once the model has reduced them over the ranks, if it does."""
         model = self.given.model()
         if ranks.setup.reduced and model is not None:
             self.reductions.follow(model, self.lifetime.alone)

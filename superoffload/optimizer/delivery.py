@@ -20,7 +20,6 @@ from torch import Tensor, _dynamo, jit, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from superoffload.distributed.fully_shard import UnshardHook, gathered_with, gathering_streams, is_sharded_module
 from superoffload.engine.bucket import Bucket
 from superoffload.engine.engine import Engine
 from superoffload.engine.verdict import Verdict
@@ -28,6 +27,7 @@ from superoffload.errors import StateError, SuperOffloadError, warn
 from superoffload.host.tensors import is_dtensor, local_of
 from superoffload.optimizer.arguments import check_in_module
 from superoffload.optimizer.engine_setup import HearsOfDelivery
+from superoffload.optimizer.frameworks import Handle, gathering
 from superoffload.optimizer.lifetime import Lifetime, weakly
 from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.params import Params
@@ -90,8 +90,8 @@ _READ_BELOW = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 # ---- the modules that read a parameter ------------------------------------------------------------------------------
 # The module that owns a parameter reads it when its forward begins. A module without a forward (a ParameterList) is
-# read by the module above it. An all-gather of FSDP2, compiled code and torch's fused attention read the parameters of
-# all modules below, and so wait for them.
+# read by the module above it. An all-gather (of FSDP2), compiled code and torch's fused attention read the parameters
+# of all modules below, and so wait for them.
 
 
 @dataclass(eq=False)
@@ -121,7 +121,7 @@ class Reader:
 
 
 def readers_of(module: nn.Module) -> list[Reader]:
-    """Returns the readers of ``module``'s parameters, outer ones first, with all modules that FSDP2 gathers for."""
+    """Returns the readers of ``module``'s parameters, outer ones first, with all modules that gather parameters."""
     found: dict[nn.Module, Reader] = {}
 
     def reader_of(module: nn.Module) -> Reader:
@@ -130,14 +130,14 @@ def readers_of(module: nn.Module) -> list[Reader]:
     for at, above, unit in _walk(module, None, None, set()):
         reader = reader_of(at if above is None or _has_forward(at) else above)
         params = list(at.parameters(recurse=isinstance(at, _READ_BELOW)))
-        if unit is not None and is_sharded_module(unit):
+        if unit is not None and gathering(unit):
             reader_of(unit).add(param for param in params if is_dtensor(param))
             params = [param for param in params if not is_dtensor(param)]
         elif unit is not None and unit is not reader.module:
             reader_of(unit).add(params)
             reader.inline(reader_of(unit))
         reader.add(params)
-    return [reader for reader in found.values() if reader.params or is_sharded_module(reader.module)]
+    return [reader for reader in found.values() if reader.params or gathering(reader.module)]
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -161,7 +161,7 @@ def _walk(
     """
     if isinstance(at, torch.jit.ScriptModule):
         return
-    if is_sharded_module(at) or (unit is None and is_compiled(at)):
+    if gathering(at) or (unit is None and is_compiled(at)):
         unit = at
     key = id(at), id(above), id(unit)
     if key in seen:
@@ -221,15 +221,11 @@ class Wait(Protocol):
     def __call__(self, params: Iterable[Tensor] | None, streams: Sequence[int] = (), /) -> None: ...
 
 
-class _Handle(Protocol):
-    def remove(self) -> None: ...
-
-
 class ModuleHooks:
     """Calls ``wait(params)`` before a module reads them, and ``wait(None)`` before all are read or written."""
 
     def __init__(self, module: nn.Module, wait: Wait) -> None:
-        self._handles: list[_Handle] = []
+        self._handles: list[Handle] = []
         have_hooks_guarded()
         readers = {reader.module: reader for reader in readers_of(module)}
         self._units = {reader.unit for reader in readers.values() if reader.unit is not None}
@@ -237,8 +233,8 @@ class ModuleHooks:
             hook = _BeforeForward(wait, reader, readers)
             first = hook if reader.unit is None else _BeforeInlined(hook, reader.unit)
             self._handles.append(reader.module.register_forward_pre_hook(first, prepend=True))
-            if is_sharded_module(reader.module):
-                self._handles.append(UnshardHook(reader.module, hook.wait))
+            if hook.gathering is not None:
+                self._handles.append(hook.gathering.call_before(hook.wait))
         everything = _BeforeState(wait)
         for each in module.modules():
             if isinstance(each, torch.jit.ScriptModule):
@@ -293,14 +289,14 @@ class _BeforeForward(_Hook):
         self._reader = reader
         self._readers = readers
         self._params = list(reader.params.values())
-        self._sharded = is_sharded_module(reader.module)
+        self.gathering = gathering(reader.module)
 
     @out_of_graphs
     def __call__(self, *args: Any) -> None:
         warn_where_traced()
         self._wait_for_all()
 
-    @out_of_graphs  # FSDP2 keeps its state in a dictionary of weak references, which may change during tracing
+    @out_of_graphs  # the state of FSDP2 is in a dictionary of weak references, which may change during tracing
     def wait(self) -> None:
         self._wait_for_all()
 
@@ -310,11 +306,10 @@ class _BeforeForward(_Hook):
 
     def _land(self) -> None:
         assert self._wait is not None
-        if not self._sharded:
+        if self.gathering is None:
             self._wait(self._params)
             return
-        together = gathered_with(self._reader.module)
-        streams = gathering_streams(self._reader.module)
+        together, streams = self.gathering.together(), self.gathering.streams()
         if together is None:
             self._wait(None, streams)
             return

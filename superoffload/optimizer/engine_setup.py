@@ -20,6 +20,7 @@ from superoffload.engine.placement import placer_for
 from superoffload.errors import SuperOffloadError
 from superoffload.host.processors import worker_cpus
 from superoffload.links.select import keeps_gradients, link_for, on_device
+from superoffload.optimizer import frameworks
 from superoffload.optimizer.arguments import ConstructorArguments
 from superoffload.optimizer.gradient_source import gradient_of
 from superoffload.optimizer.packed_gradient import PackedGradient
@@ -93,9 +94,11 @@ def set_up_engine(
     """Joins the other ranks, where there are any, and makes an engine."""
     model = given.model()
     names = qualified_names(model)
+    reduced = frameworks.reduces_later(model)
     ranks = set_up_ranks(
         params,
-        model,
+        reduced=reduced,
+        forward_view=lambda: frameworks.forward_view(model),
         replicated=given.replicated,
         check=given.check,
         process_group=given.process_group,
@@ -103,7 +106,7 @@ def set_up_engine(
         gradient_of=_in_memory,
     )
     cpus = worker_cpus(given.threads, ranks.cpus, beside_device=on_device(params))
-    keep_grads = keeps_gradients(params, given.keep_grads, model)
+    keep_grads = keeps_gradients(params, given.keep_grads, reduced=reduced)
     sizes = _sizes(params, names, ranks) if given.placement is not None else []
     # Nothing is stepped early or late then, so that on the CPU gradients and parameters need no second copy.
     at_once = given.speculation == "never" and not given.on_demand

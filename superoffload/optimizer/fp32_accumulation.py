@@ -1,7 +1,7 @@
 """With ``accumulate_dtype="fp32"``, ``p.grad_dtype`` has autograd add up gradients of bf16 and fp16 parameters in fp32.
 
-Autograd then keeps ``p.grad`` in fp32 and widens a gradient before it adds it. FSDP2 assigns sharded gradients without
-autograd: there its reduction keeps them in fp32.
+Autograd then keeps ``p.grad`` in fp32 and widens a gradient before it adds it. A framework that assigns gradients
+without autograd keeps them in fp32 itself (superoffload/optimizer/frameworks.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from superoffload.distributed.fully_shard import keep_in_fp32, sharded_in_16_bits
 from superoffload.errors import ArgumentError, StateError
 from superoffload.host.tensors import is_dtensor
+from superoffload.optimizer import frameworks
 from superoffload.optimizer.packed_gradient import packed_in, stand_in_for
 
 # ---- p.grad_dtype (torch 2.10 and newer) is set to fp32, and set back -----------------------------------------------
@@ -124,13 +124,6 @@ def check_fp32_sums(params: Named, model: nn.Module | None) -> None:
             f"accumulate_dtype='fp32': {ours[0][0]} needs p.grad_dtype, which torch {torch.__version__} does not have; "
             "it needs torch 2.10 or newer, or p.main_grad in float32, to which a hook of yours adds"
         )
-    training = [name for name, param in ours if param.requires_grad]
-    if training and isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ArgumentError(
-            f"accumulate_dtype='fp32': {training[0]} is reduced by DistributedDataParallel, which takes gradients in "
-            "the parameter's dtype only; use fully_shard with MixedPrecisionPolicy(reduce_dtype=torch.float32), or "
-            "p.main_grad in float32, to which you add what DDP has reduced"
-        )
     known = {id(param) for param in model.parameters()} if model is not None else set()
     for name, param in ours:
         if is_dtensor(param) and id(param) not in known and not is_widened(param):
@@ -139,7 +132,7 @@ def check_fp32_sums(params: Named, model: nn.Module | None) -> None:
                 "pass model=, or call superoffload.integrations.fsdp2.keep_reduced_gradients(model) before this"
             )
     if model is not None:
-        sharded_in_16_bits(model, [param for _, param in ours])
+        frameworks.check_fp32_sums(model, ours)
 
 
 class Fp32Accumulation:
@@ -148,7 +141,7 @@ class Fp32Accumulation:
     def __init__(self, *, wanted: bool) -> None:
         self.wanted = wanted
         self._dtypes = GradDtypes()
-        self._kept: list[Callable[[], None]] = []  # each restores FSDP2's rounding of some gradients
+        self._kept: list[Callable[[], None]] = []  # each restores a framework's rounding of some gradients
 
     def check_params(self, params: Named, model: nn.Module | None) -> None:
         """Calls ``check_fp32_sums`` if gradients are to be added up in fp32."""
@@ -161,7 +154,7 @@ class Fp32Accumulation:
             return
         ours = [param for _, param in params if _is_ours_to_set(param)]
         if model is not None:
-            self._kept.append(keep_in_fp32(model, ours, GradDtypes))
+            self._kept += frameworks.keep_fp32_sums(model, ours)
         for param in ours:
             self._dtypes.widen(param)
 

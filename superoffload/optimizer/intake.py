@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from superoffload.distributed.fully_shard import await_offload
 from superoffload.distributed.group import NO_INPUTS
 from superoffload.engine.bucket import Bucket
 from superoffload.engine.engine import Engine
@@ -23,6 +22,7 @@ from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.accumulating import Accumulation, HostAccumulation
 from superoffload.optimizer.arguments import check_gradient
 from superoffload.optimizer.fp32_accumulation import Fp32Accumulation
+from superoffload.optimizer.frameworks import await_gradient
 from superoffload.optimizer.freed_gradients import FreedGradients
 from superoffload.optimizer.gradient_source import dtype_to_come, gradient_of, is_final, lay_out_like, main_grad_of
 from superoffload.optimizer.lifetime import Lifetime
@@ -247,7 +247,7 @@ class Intake:
         if packed is not None:
             self._add_to_packed(tracked, packed, more_to_come=more_to_come)
         elif not more_to_come or self._host_accumulation.serve(tracked):
-            await_offload(tracked.param)
+            await_gradient(tracked.param)
             self.hand_over(tracked, in_backward=True, more_to_come=more_to_come)
 
     def _take_last(self, tracked: TrackedParam) -> None:
@@ -255,7 +255,7 @@ class Intake:
         if tracked.param.grad is not None and main_grad_of(tracked.param) is None:
             if self._engine.has_gradient(tracked.shard):
                 self.retract(tracked)
-            await_offload(tracked.param)
+            await_gradient(tracked.param)
             self.hand_over(tracked, in_backward=True)
 
     def _is_last(self, tracked: TrackedParam) -> bool:
@@ -373,7 +373,7 @@ class Intake:
         self._engine.arrive(tracked.shard, part)
 
     def leave_join(self) -> None:
-        """This rank takes no step, in ``DistributedDataParallel.join()``, and others do: none can that need all."""
+        """This rank has no more inputs and takes no step, and others do: none can that need all."""
         if self._ranks.session is not None and not self._lifetime.work.out_of_use():
             self._ranks.leave()
             raise StateError(NO_INPUTS.format(who="this rank"))

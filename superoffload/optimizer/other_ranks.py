@@ -1,6 +1,6 @@
 """An optimizer agrees on the verdict with other ranks, if there are any, and gathers the parts that they stepped.
 
-Gradients of a ``DistributedDataParallel`` are final once it has reduced them over the ranks.
+Where a framework reduces gradients over the ranks, they are final only then.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from superoffload.distributed.session import RankSetup
 from superoffload.engine.engine import Engine
 from superoffload.engine.verdict import Verdict
 from superoffload.host.signals import Alone
+from superoffload.optimizer import frameworks
+from superoffload.optimizer.frameworks import Reductions, TakesReduced
 from superoffload.optimizer.gradient_source import gradient_of
-from superoffload.optimizer.lifetime import weakly
 from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.tracked_param import find_edits
@@ -28,63 +29,45 @@ if TYPE_CHECKING:
     from superoffload.distributed.session import RankSession
 
 
-class TakesReduced(Protocol):
-    def take_reduced(self, param: Tensor, gradient: Tensor) -> None: ...
-    def keep_reduced(self, param: Tensor) -> None: ...
-    def leave_join(self) -> None: ...
-
-
-class _Reduces(Protocol):
-    def finish(self) -> None: ...
-    def forget(self) -> None: ...
-
-
-class _NoReduction:
-    def finish(self) -> None: ...
-    def forget(self) -> None: ...
-
-
-class Reductions:
-    """Passes reduced gradients on if it follows a model that reduces any; does not keep their taker alive."""
+class ReducedGradients:
+    """Passes on what a model reduces, if it reduces any; keeps neither the model nor the taker alive."""
 
     def __init__(self) -> None:
         self._taker: Callable[[], TakesReduced | None] = _no_taker
-        self._reduced: _Reduces = _NoReduction()
+        self._reductions: Reductions | None = None
 
     def give_to(self, taker: TakesReduced) -> None:
         self._taker = ref(taker)
 
     def follow(self, model: nn.Module, alone: Alone) -> None:
         """Follows ``model``; ``alone`` keeps other threads and signal handlers out of unfinished changes."""
-        from superoffload.distributed.data_parallel import reduced_gradients
-
-        found = reduced_gradients(model, weakly(self._take), weakly(self._keep), weakly(self._left), alone)
-        if found is not None:
-            self._reduced = found
+        self._reductions = frameworks.follow_reductions(model, self, alone)
 
     def finish(self) -> None:
         """Finishes, at ``step()``, the reductions that an interrupted backward has left."""
-        self._reduced.finish()
+        if self._reductions is not None:
+            self._reductions.finish()
 
     def forget(self) -> None:
         """Forgets a backward whose gradients are given up."""
-        self._reduced.forget()
+        if self._reductions is not None:
+            self._reductions.forget()
 
     def end(self) -> None:
         """Follows the model no longer."""
-        self._reduced = _NoReduction()
+        self._reductions = None
 
-    def _take(self, param: Tensor, gradient: Tensor) -> None:
+    def take_reduced(self, param: Tensor, gradient: Tensor) -> None:
         taker = self._taker()
         if taker is not None:
             taker.take_reduced(param, gradient)
 
-    def _keep(self, param: Tensor) -> None:
+    def keep_reduced(self, param: Tensor) -> None:
         taker = self._taker()
         if taker is not None:
             taker.keep_reduced(param)
 
-    def _left(self) -> None:
+    def leave_join(self) -> None:
         taker = self._taker()
         if taker is not None:
             taker.leave_join()

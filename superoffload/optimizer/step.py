@@ -15,7 +15,7 @@ from superoffload.optimizer.gradient_source import gradient_of
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.master_updates import MasterUpdates
-from superoffload.optimizer.other_ranks import Ranks, Reductions
+from superoffload.optimizer.other_ranks import Ranks, ReducedGradients
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.tracked_param import TrackedParam, end_all, end_step, outdate, remember
 from superoffload.optimizer.verdict_terms import LossScale, VerdictTerms
@@ -33,7 +33,7 @@ class Step:
         intake: Intake,
         edits: Edits,
         delivery: Delivery,
-        reductions: Reductions,
+        reductions: ReducedGradients,
         master_updates: MasterUpdates,
         verdicts: VerdictTerms,
         advice: Advice,

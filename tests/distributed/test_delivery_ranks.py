@@ -15,7 +15,7 @@ from superoffload import _native
 from superoffload.engine.bucket import Bucket, BucketState
 from superoffload.engine.schedule import Schedule
 from superoffload.engine.tail import Tail
-from superoffload.optimizer import delivery
+from superoffload.integrations.fsdp2 import ShardedModule
 from tests.support.fsdp2_cases import Case, build, train
 from tests.support.layouts import layouts
 from tests.support.rank_faults import assert_found, train_until_error
@@ -47,7 +47,7 @@ def test_meshes_and_stages_have_the_bits_of_eager_delivery(ranks: Any) -> None:
 
 def gathered(case: Case, seen: bool) -> None:
     """``seen``: torch shows what it gathers together; else everything lands at the first gather."""
-    with nullcontext() if seen else mock.patch.object(delivery, "gathered_with", lambda module: None):
+    with nullcontext() if seen else mock.patch.object(ShardedModule, "together", lambda module: None):
         both(case, True)
 
 

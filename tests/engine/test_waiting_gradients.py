@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.errors import ArgumentError
+from superoffload.integrations.accelerate import AccelerateWindow
 from superoffload.optimizer import intake
-from superoffload.optimizer.accumulating import Window
 from superoffload.optimizer.tracked_param import ready_gradients
 from tests.support.host_link import over_host_link
 
@@ -119,7 +119,7 @@ def test_a_step_whose_gradients_came_late_leaves_nothing_to_the_next() -> None:
     optimizer.step()
     forget(params)
     assert optimizer.stats()["buckets_speculated"] == before["buckets_speculated"]
-    with mock.patch.object(Window, "more_to_come", lambda window: True):
+    with mock.patch.object(AccelerateWindow, "more_to_come", lambda window: True):
         backward(params)
         assert not optimizer._engine.is_filling
     optimizer.close()

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.gpu_suite.given_gradients import Model, gradients_of
 from superoffload import AdamW
-from superoffload.distributed import data_parallel as ddp
 from tests.support.rank_processes import on_ranks
 
 STEPS = 6
@@ -41,7 +41,7 @@ def in_rank(
     options: dict[str, Any] = {"lr": 1e-2, "bucket_numel": 2048, "threads": 1, "rank_timeout": 30.0}
     norms = []
     before = partial(busy_copies, COPIES, COPIED) if late == "copies" else None
-    planted = mock.patch.object(ddp, "allreduce_hook", late_hook) if late == "planted" else nullcontext()
+    planted = mock.patch.object(default_hooks, "allreduce_hook", late_hook) if late == "planted" else nullcontext()
     with planted, AdamW(model.parameters(), model=reduced, speculation=speculation, **options) as optimizer:
         for step in range(STEPS):
             optimizer.max_grad_norm = CLIPS if step % 2 else 1e6

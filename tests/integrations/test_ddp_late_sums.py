@@ -11,11 +11,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW
-from superoffload.distributed import data_parallel as ddp
+from superoffload.integrations import ddp
 from superoffload.links.cuda.link import CudaLink, CudaOptions
 from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, garbage_like, on_host
 from tests.support.rank_processes import loss_of, net, on_ranks
@@ -124,7 +126,7 @@ def with_late_sums(copied_on: str) -> bool:
 
     with (
         mock.patch("superoffload.optimizer.engine_setup.link_for", link_for),
-        mock.patch.object(ddp, "allreduce_hook", late),
+        mock.patch.object(default_hooks, "allreduce_hook", late),
         streams.installed(),
     ):
         try:
@@ -150,15 +152,13 @@ def test_only_futures_of_nccl_order_a_stream(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, backends: str, is_nccl: bool
 ) -> None:
     """With NCCL nothing else is waited for: not backward's own stream."""
-    monkeypatch.setattr(ddp, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(distributed_c10d, "get_backend_config", lambda group: backends)
     streams = Streams(fake)
-    group: Any = None
     on_streams: list[int] = []
     future: Any = mock.Mock(done=lambda: True, wait=lambda: torch.arange(3.0))
     with streams.installed():
-        reduced = ddp.ReducedGradients(
-            group, lambda *_: on_streams.append(fake.current), lambda *_: None, lambda: None, mock.MagicMock()
-        )
+        taker = mock.Mock(take_reduced=lambda *_: on_streams.append(fake.current))
+        reduced = ddp.DdpReductions(None, taker, mock.MagicMock())
         began_on: Any = streams.backward
         reduced.begins(ddp.Reduction(future, [torch.zeros(3)], began_on))
         reduced.drain()

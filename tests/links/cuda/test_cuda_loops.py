@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from superoffload import AdamW
-from superoffload.optimizer.accumulating import Window
+from superoffload.integrations.accelerate import AccelerateWindow
 from tests.support.adamw_training import batch, model_of
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
 from tests.support.freed_gradients import NEEDED_AGAIN, OPTIONS, taken_back
@@ -48,7 +48,7 @@ def test_accelerate(fake: Fake, told: bool) -> None:
     """Or where nothing says where a window ends."""
     expected = accelerated(None)
     fake.delays(1, LATE)
-    telling = nullcontext() if told else mock.patch.object(Window, "more_to_come", lambda window: False)
+    telling = nullcontext() if told else mock.patch.object(AccelerateWindow, "more_to_come", lambda window: False)
     with telling, taken_back() as taken, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert accelerated(fake) == expected
@@ -59,10 +59,10 @@ def test_accelerate(fake: Fake, told: bool) -> None:
 def test_accelerate_that_is_reset_is_not_asked() -> None:
     accelerate.state.GradientState().sync_gradients = False
     accelerate.state.GradientState._reset_state()
-    assert not Window().more_to_come()
+    assert not AccelerateWindow().more_to_come()
     with mock.patch.dict("sys.modules"):
         del sys.modules["accelerate.state"]
-        assert not Window().more_to_come()
+        assert not AccelerateWindow().more_to_come()
         assert "accelerate.state" not in sys.modules, "loaded for nothing"
 
 

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.distributed import data_parallel as ddp
-from superoffload.distributed import fully_shard
-from superoffload.distributed.data_parallel import ReducedGradients
 from superoffload.engine.bucket import Bucket
 from superoffload.errors import StateError
 from superoffload.host.signals import Alone
+from superoffload.integrations import ddp
+from superoffload.integrations.fsdp2 import ADAPTER, ShardedModule
 from superoffload.links.base import PackTicket
 from superoffload.links.cuda.link import CudaLink, CudaOptions
 from superoffload.optimizer.tracked_param import TrackedParam
@@ -119,12 +118,12 @@ class Reduction:
 def test_a_reduction_is_waited_for_and_handed_over_before_handlers_of_signals_run() -> None:
     done: list[Any] = []
 
-    def deliver(param: Tensor, gradient: Tensor) -> None:
+    def take(param: Tensor, gradient: Tensor) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         done.append(gradient.tolist())
 
-    group: Any = None
-    reduced = ReducedGradients(group, deliver, lambda param: None, lambda: None, Alone())
+    taker = mock.Mock(take_reduced=take)
+    reduced = ddp.DdpReductions(None, taker, Alone())
     future: Any = Reduction()
     reduced.begins(ddp.Reduction(future, [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]))
     before = signal.signal(signal.SIGUSR1, lambda *_: done.append("handled"))
@@ -175,15 +174,15 @@ def test_where_fsdp2_gathers_and_what_it_copies_to_host_memory(monkeypatch: pyte
     for context, streams in ((gathers, [7]), (processors, []), (SimpleNamespace(), [])):  # before the first forward
         module: Any = nn.Linear(2, 2)
         module._get_fsdp_state = lambda context=context: SimpleNamespace(_comm_ctx=context)
-        assert fully_shard.gathering_streams(module) == streams
-    assert fully_shard.gathering_streams(nn.Linear(2, 2)) == []  # another version of torch, on processors
+        assert ShardedModule(module).streams() == streams
+    assert ShardedModule(nn.Linear(2, 2)).streams() == []  # another version of torch, on processors
     with pytest.raises(StateError, match="use delivery='eager'"):
-        fully_shard.gathering_streams(nn.Linear(2, 2, device="meta"))
+        ShardedModule(nn.Linear(2, 2, device="meta")).streams()
     stream = mock.Mock()
     monkeypatch.setattr(torch, "get_device_module", lambda kind: mock.Mock(current_stream=lambda: stream))
     param: Any = nn.Parameter(torch.zeros(2))
     for mesh, waits in ((None, 0), ("cpu", 0), ("cuda", 1)):
         if mesh is not None:
             param.device_mesh = SimpleNamespace(device_type=mesh)
-        fully_shard.await_offload(param)
+        ADAPTER.await_gradient(param)
         assert stream.synchronize.call_count == waits

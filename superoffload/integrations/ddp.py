@@ -1,28 +1,23 @@
-"""Reads gradients of ``torch.nn.parallel.DistributedDataParallel`` from its communication hook, after the reduction.
+"""Adapts ``DistributedDataParallel``: gradients are read from its communication hook, after the reduction.
 
-The hooks of single parameters run before DDP reduces; only the reduction itself knows when a gradient is final. DDP
-inspects the annotations of hooks, so this file must not postpone their evaluation.
+The hooks of single parameters run before DDP reduces; only the reduction itself knows when a gradient is final.
 """
 
+from __future__ import annotations
+
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]  # torch's annotations leave it out
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.distributed_c10d import get_backend_config
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload.errors import ArgumentError
-
-Deliver = Callable[[Tensor, Tensor], None]
-Kept = Callable[[Tensor], None]
-Left = Callable[[], None]
-Alone = AbstractContextManager[Any]
+from superoffload.host.signals import Alone
+from superoffload.optimizer.frameworks import Framework, Reductions, TakesReduced
 
 
 class Reduction(NamedTuple):
@@ -33,19 +28,16 @@ class Reduction(NamedTuple):
     began_on: torch.cuda.Stream | None = None  # the current stream then; None on processors
 
 
-class ReducedGradients:
-    """Hands reduced gradients to ``deliver(param, flat gradient)``, in the thread that runs backward.
+class DdpReductions:
+    """Hands reduced gradients to ``taker``, which it does not keep alive, in the thread that runs backward.
 
     One bucket's reduction ends while backward computes the next ones, so each bucket's hook hands over the reductions
     that are done. The rest is handed over when backward ends. By then DDP has written the gradients where users see
-    them, and ``kept(param)`` reports that ``param.grad`` is what was delivered, so that no comparison is needed.
-    ``left()`` reports that this rank is without inputs in ``join()`` while others go on.
+    them, and the taker learns where ``param.grad`` is what it has taken, so that no comparison is needed.
     """
 
-    def __init__(self, group: ProcessGroup, deliver: Deliver, kept: Kept, left: Left, alone: Alone) -> None:
-        self._deliver = deliver
-        self._kept = kept
-        self.left = left
+    def __init__(self, group: Any, taker: TakesReduced, alone: Alone) -> None:
+        self._taker = ref(taker)
         self._alone = alone  # another thread, or a signal's handler, may call finish() or forget()
         self._waiting: deque[Reduction] = deque()
         self._delivered: list[tuple[Tensor, Tensor]] = []  # in this backward
@@ -82,8 +74,19 @@ class ReducedGradients:
             before, version = self._shown.get(param, (grad, grad._version))
             # DDP has copied it there, or it lies in DDP's own memory. Else it is from before this backward.
             if grad is not before or grad._version != version or grad.data_ptr() == reduced.data_ptr():
-                self._kept(param)
+                self._keep(param)
         self._rest()
+
+    def _keep(self, param: Tensor) -> None:
+        taker = self._taker()
+        if taker is not None:
+            taker.keep_reduced(param)
+
+    def leave_join(self) -> None:
+        """Tells the taker that this rank has no more inputs in ``join()`` while others go on."""
+        taker = self._taker()
+        if taker is not None:
+            taker.leave_join()
 
     def drain(self) -> None:
         """Hands over the gradients that are reduced by now."""
@@ -93,10 +96,11 @@ class ReducedGradients:
 
     def _hand_over(self, reduction: Reduction) -> None:
         with self._beside_backward(reduction):
-            reduced, at = reduction.future.wait(), 0
+            reduced, at, taker = reduction.future.wait(), 0, self._taker()
             for param in reduction.params:
                 gradient = reduced.view(-1)[at : at + param.numel()]
-                self._deliver(param, gradient)
+                if taker is not None:
+                    taker.take_reduced(param, gradient)
                 self._delivered.append((param, gradient))
                 at += param.numel()
 
@@ -141,24 +145,27 @@ class CommHook:
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.group = model.process_group
-        self.followers: WeakSet[ReducedGradients] = WeakSet()
+        self.followers: WeakSet[DdpReductions] = WeakSet()
         try:
-            model.register_comm_hook(None, self.reduce)
+            # DDP compares the annotations of a hook with its own types; this one has none.
+            model.register_comm_hook(None, lambda state, bucket: self.reduce(bucket))
         except RuntimeError as error:
             raise ArgumentError(
                 f"model: this DistributedDataParallel has a communication hook already ({error}); leave model= out "
                 "and gradients are read at step(), without speculation"
             ) from error
 
-    def reduce(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Reduces as DDP does without a hook."""
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
         followers = list(self.followers)
         if not _is_in_backward():  # in join(): this rank adds zeros to the gradients of others
             future = allreduce_hook(self.group, bucket)
             if bucket.is_last():
                 future.wait()
                 for follower in followers:
-                    follower.left()
+                    follower.leave_join()
             return future
         for follower in followers:
             follower.watch()
@@ -182,8 +189,10 @@ def _on_gpu(param: Tensor) -> bool:
     return param.is_cuda
 
 
-def _is_nccl(group: ProcessGroup) -> bool:
+def _is_nccl(group: Any) -> bool:
     """Tells whether ``group`` reduces tensors on GPUs by NCCL, whose futures order the stream that waits for them."""
+    from torch.distributed.distributed_c10d import get_backend_config
+
     backends = dict(one.split(":") for one in get_backend_config(group).split(","))
     return backends.get("cuda") == "nccl"
 
@@ -192,15 +201,28 @@ def _state_of(grad: Tensor | None) -> tuple[Tensor | None, int]:
     return grad, 0 if grad is None else grad._version
 
 
-def reduced_gradients(
-    model: nn.Module | None, deliver: Deliver, kept: Kept, left: Left, alone: Alone
-) -> ReducedGradients | None:
-    """Follows ``model`` if it is DDP, as long as the result lives; otherwise returns None."""
-    if not isinstance(model, DistributedDataParallel):
-        return None
-    hook = _HOOKS.get(model)
-    if hook is None:
-        hook = _HOOKS[model] = CommHook(model)
-    follower = ReducedGradients(hook.group, deliver, kept, left, alone)
-    hook.followers.add(follower)
-    return follower
+class Ddp(Framework):
+    def reduces_later(self, model: nn.Module) -> bool:
+        return isinstance(model, DistributedDataParallel)
+
+    def follow_reductions(self, model: nn.Module, taker: TakesReduced, alone: Alone) -> Reductions | None:
+        if not isinstance(model, DistributedDataParallel):
+            return None
+        hook = _HOOKS.get(model)
+        if hook is None:
+            hook = _HOOKS[model] = CommHook(model)
+        follower = DdpReductions(hook.group, taker, alone)
+        hook.followers.add(follower)
+        return follower
+
+    def check_fp32_sums(self, model: nn.Module, params: Sequence[tuple[str, Tensor]]) -> None:
+        training = [name for name, param in params if param.requires_grad]
+        if training and isinstance(model, DistributedDataParallel):
+            raise ArgumentError(
+                f"accumulate_dtype='fp32': {training[0]} is reduced by DistributedDataParallel, which takes gradients "
+                "in the parameter's dtype only; use fully_shard with MixedPrecisionPolicy(reduce_dtype=torch.float32), "
+                "or p.main_grad in float32, to which you add what DDP has reduced"
+            )
+
+
+ADAPTER = Ddp()
