@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from superoffload._version import __version__
-from superoffload.optimizer.frameworks import register as _register
 
 if TYPE_CHECKING:
     from superoffload import checkpoints, errors, exporter, integrations, kernels, metrics, timeline
@@ -42,8 +41,6 @@ __all__ = [
     "metrics",
     "timeline",
 ]
-
-_register("superoffload.integrations.accelerate", "superoffload.integrations.ddp", "superoffload.integrations.fsdp2")
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from superoffload import kernels  # obeys SUPEROFFLOAD_ISA
-from superoffload.distributed.ownership import Holding
 from superoffload.engine.engine import Engine
 from superoffload.engine.options import Recorder
 from superoffload.engine.verdict import Verdict
@@ -23,7 +22,7 @@ from superoffload.errors import StateError
 from superoffload.host.environment import check_environment
 from superoffload.host.tensors import outside_inference, untraced
 from superoffload.optimizer.accumulating import Accumulating
-from superoffload.optimizer.adamw_parts import PermanentParts, assemble
+from superoffload.optimizer.adamw_parts import Parts, PermanentParts, assemble
 from superoffload.optimizer.arguments import check_given, params_of, refuse_unknown
 from superoffload.optimizer.delivery import CheckReads
 from superoffload.optimizer.frameworks import is_copying_state
@@ -33,15 +32,12 @@ from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.other_ranks import Ranks
 from superoffload.optimizer.state import agreed
 from superoffload.optimizer.state_dict import ReadState, StateDict
-from superoffload.optimizer.tracked_param import TrackedParam
 from superoffload.optimizer.verdict_terms import LossScale, VerdictTerms
 from superoffload.timeline import Timeline, record
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from superoffload.distributed.session import RankSession
-    from superoffload.engine.snapshot import Snapshot
     from superoffload.optimizer.arguments import TorchDefaults
 
 __all__ = ["AdamW", "kernels"]
@@ -188,12 +184,12 @@ class AdamW(Optimizer):
         lifetime, group = self._lifetime, param_group
         if lifetime.is_open:  # the constructor has checked all groups already
             self._parts.delivery.check_new(group["params"])
-            self._check_usable()
+            self.check_usable()
             group = self._permanent.check_group(group, self.defaults)
         with lifetime.alone:
             super().add_param_group(group)  # may raise, as where only some groups have names
             with lifetime.whole():
-                with self._permanent.groups.one_more(self.tracked) as index:
+                with self._permanent.groups.one_more(self._parts.params.get) as index:
                     self._parts.adopt(self._permanent, index)
                 if lifetime.is_open:
                     self._ranks.announce()
@@ -204,22 +200,14 @@ class AdamW(Optimizer):
         """Starts anew where groups have other parameters, or in another order; each parameter keeps its state."""
         if not self._permanent.groups.changed() or not self._permanent.groups.params():
             return
-        self.await_snapshots()
+        self._parts.state.await_snapshots()
         with self._lifetime.whole():
             self._parts = self._parts.regrouped(self._permanent)
 
     @property
-    def rank_session(self) -> RankSession | None:
-        """Returns the ranks that share the verdict; None: this process decides alone. For superoffload.checkpoints."""
-        return self._ranks.session
-
-    def tracked(self, param: Tensor) -> TrackedParam | None:
-        """Returns the record of a parameter with state; None if it has none. For superoffload.checkpoints."""
-        return self._parts.params.get(param)
-
-    def holding_of(self, param: Tensor) -> Holding:
-        """Returns the part of a parameter whose state this rank has, or would have if it trained."""
-        return self._parts.params.holding_of(param)
+    def parts(self) -> Parts:
+        """Returns what the optimizer is made of, for superoffload.checkpoints and adapters, not for programs."""
+        return self._parts
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -232,13 +220,13 @@ class AdamW(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Decides the verdict and commits, replays, steps or skips. Parameters have their new values when it returns;
         with delivery="on_demand", when the module's forward reads them."""
-        self._check_usable()
+        self.check_usable()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with self._lifetime.whole():
-            self._check_usable()  # the closure, or another thread, may have closed it
+            self.check_usable()  # the closure, or another thread, may have closed it
             if self._permanent.groups.params():
                 self._parts.step.run(LossScale.on(self))
             else:  # the program has emptied the groups
@@ -316,26 +304,20 @@ class AdamW(Optimizer):
 
     def state_digests(self) -> dict[str, str]:
         """Returns SHA-256 digests of masters, exp_avg, exp_avg_sq and published parameters, after the last step."""
-        self._check_usable(closed_too=True)
+        self.check_usable(closed_too=True)
         return self._parts.state.digests()
 
     def synchronize(self) -> None:
         """Returns once nothing runs: masters and moments are those of the last finished step."""
-        self._check_usable(closed_too=True)
+        self.check_usable(closed_too=True)
         self._parts.state.quiesce()
-
-    @outside_inference
-    def refresh_written(self) -> None:
-        """Takes over the writes to parameters that are noticed, as every ``step()`` does."""
-        self._parts.state.follow_written()
-        self._parts.advice.tell()
 
     @outside_inference
     def refresh_masters(self) -> None:
         """Takes over all parameters at once, after writes that only bits show. ``step()`` takes over the writes that it
         notices: all that version counters show, those through ``param.data`` in host memory, and on a device those that
         it finds in the first steps and in every 16th (docs/edits.md)."""
-        self._check_usable()
+        self.check_usable()
         self._parts.state.follow_parameters()
 
     @outside_inference
@@ -357,7 +339,7 @@ class AdamW(Optimizer):
 
         The parameters must be their rounding, as after ``model.bfloat16()``. Names are those of the model given as
         ``model=``, or of named parameters; names that are not parameters of the optimizer are ignored."""
-        self._check_usable()
+        self.check_usable()
         self._parts.state.load_masters(masters)
 
     def state_dict(self) -> StateDict:
@@ -366,13 +348,12 @@ class AdamW(Optimizer):
         It is a copy in host memory, as large as ``exp_avg``, ``exp_avg_sq`` and masters together;
         ``superoffload.checkpoints.save`` needs none. DTensor parameters have DTensors. State that is spread over ranks
         (``replicated="shard"``) is gathered, so all ranks must call this then."""
-        self._check_usable(closed_too=True)
+        self.check_usable(closed_too=True)
         if is_copying_state():
             return {"state": {}, "param_groups": []}
         return self._parts.state.as_dict(super().state_dict)
 
     @outside_inference
-    @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads our own or ``torch.optim.AdamW``'s state; all ranks check all of it before anything changes.
 
@@ -380,31 +361,17 @@ class AdamW(Optimizer):
         Tensors of full shapes fit any number of ranks. Values are copied block by block into the existing state."""
         if is_copying_state():
             return
-        read = agreed(self._ranks, "load_state_dict()", lambda: self.check_state_dict(state_dict))
-        self.take_over(read, "load_state_dict()")
 
-    def check_state_dict(self, state_dict: Mapping[str, Any]) -> ReadState:
-        """Returns the argument of ``take_over``; raises where ``state_dict`` misfits. For superoffload.checkpoints."""
-        self._check_usable(to_load=True)
-        return self._parts.state.check(state_dict)
+        def check() -> ReadState:
+            self.check_usable(to_load=True)
+            return self._parts.state.check(state_dict)
 
-    @outside_inference
-    @torch.no_grad()
-    def take_over(self, read: ReadState, what: str, rest: Callable[[], None] = lambda: None) -> None:
-        """Replaces the state by checked state, then calls ``rest`` to load what belongs to it; collectively.
+        read = agreed(self._ranks, "load_state_dict()", check)
+        self._parts.state.take_over(read, "load_state_dict()")
 
-        If this fails on any rank, all ranks refuse every call but another load. For superoffload.checkpoints."""
-        self._parts.state.take_over(read, what, rest)
-
-    def begin_snapshot(self, snapshot: Snapshot) -> None:
-        """Has every shard protected for ``snapshot`` before it changes. For superoffload.checkpoints."""
-        self._parts.state.begin_snapshot(snapshot)
-
-    def await_snapshots(self) -> None:
-        """Waits until earlier snapshots were read; signals are not held. For superoffload.checkpoints."""
-        self._parts.state.await_snapshots()
-
-    def _check_usable(self, *, closed_too: bool = False, to_load: bool = False) -> None:
+    def check_usable(self, *, closed_too: bool = False, to_load: bool = False) -> None:
+        """Raises if the optimizer cannot be used, else has ``parts`` follow the param groups. ``closed_too`` accepts
+        one that is closed or asleep, ``to_load`` one whose state was loaded in part."""
         self._lifetime.check_usable(closed_too=closed_too, to_load=to_load)
         if not self._lifetime.closed and not self._lifetime.asleep:
             self._follow_groups()
@@ -422,6 +389,12 @@ class AdamW(Optimizer):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        """Returns what torch prints, with our own settings before the param groups."""
+        settings = {"max_grad_norm": self.max_grad_norm, **self._permanent.given.shown()}
+        first, _, groups = super().__repr__().partition("\n")
+        return "\n".join([first, *(f"    {name}: {value}" for name, value in settings.items()), groups])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError("an optimizer with worker threads cannot be copied or pickled; save its state_dict() instead")

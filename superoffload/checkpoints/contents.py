@@ -139,12 +139,13 @@ def check_optimizer(optimizer: Any) -> None:
 
 def name_everything(model: nn.Module, optimizer: Optimizer | None) -> Named:
     """Names all tensors, without ``optimizer`` the model's alone; raises for a parameter that is not the model's."""
-    session = optimizer.rank_session if isinstance(optimizer, AdamW) else None
+    parts = optimizer.parts if isinstance(optimizer, AdamW) else None
+    session = parts.ranks.session if parts is not None else None
     names = {id(param): plain_name(name) for name, param in model.named_parameters()}
     first: dict[Any, str] = {}
-    if isinstance(optimizer, AdamW) and session is not None and session.has_parts:
+    if parts is not None and optimizer is not None and session is not None and session.has_parts:
         # A parameter that another part of the model has too, under another name, goes by the name that both were given.
-        known = (optimizer.tracked(param) for group in optimizer.param_groups for param in group["params"])
+        known = (parts.params.get(param) for group in optimizer.param_groups for param in group["params"])
         declared = {id(one.param): one.shard.name for one in known if one is not None}
         first = {key: name for key, name in declared.items() if key in names and names[key] != name}
         names.update(first)
@@ -183,8 +184,9 @@ def is_extra_state(name: str) -> bool:
 def stepped(optimizer: Optimizer, named: Named) -> Iterator[tuple[str, Tensor, TrackedParam]]:
     """Yields the parameters whose state AdamW holds."""
     assert isinstance(optimizer, AdamW)
+    known = optimizer.parts.params
     for name, param in named.params.items():
-        tracked = optimizer.tracked(param)
+        tracked = known.get(param)
         if tracked is not None:
             yield name, param, tracked
 

@@ -41,7 +41,7 @@ def export_weights(
         )
     if isinstance(optimizer, AdamW):
         optimizer.synchronize()
-        optimizer.refresh_written()
+        optimizer.parts.refresh_written()
     path = folders.path_of(folder) / WEIGHTS
     values = {name: _value(tensor, optimizer if masters else None) for name, tensor in named.tensors.items()}
     entries = [Entry(name, value.dtype, tuple(value.shape)) for name, value in values.items()]

@@ -223,7 +223,9 @@ def _prepared(
     if optimizer is None or state is None:
         return lambda: _told_apart(load_model)
     if isinstance(optimizer, AdamW):
-        ours, read = optimizer, optimizer.check_state_dict(state)
+        optimizer.check_usable(to_load=True)
+        ours = optimizer.parts.state
+        read = ours.check(state)
         return lambda: ours.take_over(read, "load()", load_model)
 
     def load_both() -> None:
@@ -332,7 +334,8 @@ def _optimizer_state(stored: Stored, optimizer: Optimizer, named: Named, whole: 
         kept = {key: value for key, value in values.items() if key != "param_names"}  # of another part of the model
         result["param_groups"].append({**kept, "params": [positions[name] for name in names]})
     wanted = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ, "master": MASTER}
-    if not isinstance(optimizer, AdamW):
+    ours = optimizer.parts.params if isinstance(optimizer, AdamW) else None
+    if ours is None:
         del wanted["master"]
     for name, param in named.params.items():
         if EXP_AVG + name not in stored.tensors:
@@ -340,7 +343,7 @@ def _optimizer_state(stored: Stored, optimizer: Optimizer, named: Named, whole: 
         entry: dict[str, Any] = {"step": stored.state.steps[name]}
         for key, prefix in wanted.items():
             if prefix + name in stored.tensors:
-                holding = _state_holding(optimizer, name, param)
+                holding = holding_of(name, param) if ours is None else ours.holding_of(param)
                 entry[key] = _as_in_memory(stored.values(prefix + name, piece_of(param, holding)), holding)
         result["state"][positions[name]] = entry
     return result
@@ -354,10 +357,6 @@ def _refuse_amsgrad(stored: Stored, index: int, saved: Mapping[str, Any], ours: 
                 f"{stored.folder}: {whose} param group {index} has amsgrad=True, and the checkpoint has no "
                 "max_exp_avg_sq; make the optimizer without amsgrad, or load the model alone (optimizer=None)"
             )
-
-
-def _state_holding(optimizer: Optimizer, name: str, param: Tensor) -> Holding:
-    return optimizer.holding_of(param) if isinstance(optimizer, AdamW) else holding_of(name, param)
 
 
 def _as_in_memory(values: Values, holding: Holding) -> Values:

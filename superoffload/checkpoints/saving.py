@@ -168,8 +168,8 @@ def _begin(
     final = folders.path_of(folder)
     if isinstance(optimizer, AdamW):
         optimizer.synchronize()
-        optimizer.refresh_written()
-        optimizer.await_snapshots()
+        optimizer.parts.refresh_written()
+        optimizer.parts.state.await_snapshots()
     named = name_everything(model, optimizer)
     if named.session is None and any(is_dtensor(t) and t.device_mesh.size() > 1 for t in named.tensors.values()):
         raise ArgumentError("model: sharded over ranks; that needs superoffload.AdamW, or torch.distributed.checkpoint")
@@ -192,7 +192,7 @@ def _begin(
             nullcontext() if memory is None else held_signals()
         ):  # no signal comes between the snapshot and the start of its thread
             if isinstance(optimizer, AdamW) and snapshot is not None:
-                optimizer.begin_snapshot(snapshot)  # save() needs it too: another thread may run backward
+                optimizer.parts.state.begin_snapshot(snapshot)  # save() needs it too: another thread may run backward
             outcome.run(work, in_background=memory is not None)
         _ends[optimizer] = outcome.ended
     except BaseException:  # Ctrl-C, no memory, or no thread could be started: steps must not wait

@@ -175,7 +175,7 @@ class Optimizers(OptimizersContainer):
     def _unstepped(self, param: Tensor) -> dict[str, Any]:
         values = local_of(param).detach().to(device="cpu", dtype=torch.float32).reshape(-1)
         flat = {"exp_avg": torch.zeros_like(values), "exp_avg_sq": torch.zeros_like(values), "master": values}
-        holding = self.adamw.holding_of(param)
+        holding = self.adamw.parts.params.holding_of(param)
         return {
             "step": torch.tensor(0.0, device="cpu"),
             **{key: like_parameter(param, holding, flat[key]) for key in flat},

@@ -120,6 +120,11 @@ class Parts:
         self.ranks.announce()
         self.intake.hook()  # parameters that no other rank has, as is known now
 
+    def refresh_written(self) -> None:
+        """Has masters take over the writes to parameters that are noticed, as every ``step()`` does."""
+        self.state.follow_written()
+        self.advice.tell()
+
     def placement(self) -> dict[str, Any] | None:
         """Returns the value of ``AdamW.placement``."""
         placer = self.engine.layout.placer

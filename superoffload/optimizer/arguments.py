@@ -508,6 +508,18 @@ class ConstructorArguments:
     split_masters: bool
     seed: int
 
+    def shown(self) -> dict[str, Any]:
+        """Returns the arguments that ``repr(optimizer)`` shows, by their names."""
+        return {
+            "speculation": self.speculation,
+            "delivery": "on_demand" if self.on_demand else "eager",
+            "state_dtype": self.state_dtype,
+            "master_dtype": "split" if self.split_masters else torch.float32,
+            "accumulate_dtype": torch.float32 if self.fp32_sums else None,
+            "placement": {"gpu_fraction": self.placement} if isinstance(self.placement, float) else self.placement,
+            "replicated": self.replicated,
+        }
+
 
 def check_given(
     params: Any, defaults: dict[str, Any], given: Mapping[str, Any]

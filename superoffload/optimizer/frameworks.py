@@ -1,8 +1,8 @@
 """What the optimizer asks of the framework that runs a model. The core itself knows plain PyTorch only.
 
 An adapter in superoffload/integrations derives from ``Framework``, overrides the answers in which its framework differs
-from plain PyTorch, and is the ``ADAPTER`` of its module. The first optimizer loads all modules that were registered;
-superoffload/__init__.py registers ours.
+from plain PyTorch, and is the ``ADAPTER`` of its module. ``MODULES`` has their names, as strings: the core imports no
+adapter, and the first optimizer loads them.
 """
 
 from __future__ import annotations
@@ -110,19 +110,13 @@ class Framework:
         return False
 
 
-_names: list[str] = []
-
-
-def register(*modules: str) -> None:
-    """Registers modules that have an ``ADAPTER``. Call it before the first optimizer is made."""
-    _names.extend(modules)
-    adapters.cache_clear()
+MODULES = ["superoffload.integrations.accelerate", "superoffload.integrations.ddp", "superoffload.integrations.fsdp2"]
 
 
 @cache
 def adapters() -> tuple[Framework, ...]:
-    """Returns the adapters that are registered, and loads them at the first call."""
-    return tuple(import_module(name).ADAPTER for name in _names)
+    """Returns the adapters, and loads them at the first call."""
+    return tuple(import_module(name).ADAPTER for name in MODULES)
 
 
 # ---- what the core asks ---------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from superoffload.distributed.gather import Spread
 from superoffload.engine.engine import Engine
 from superoffload.errors import StateError, SuperOffloadError
 from superoffload.host.memory import give_free_memory_back
-from superoffload.host.tensors import local_of, untraced
+from superoffload.host.tensors import local_of, outside_inference, untraced
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.lifetime import Lifetime
@@ -107,6 +107,7 @@ class State:
 
     # ---- masters ----------------------------------------------------------------------------------------------
 
+    @outside_inference
     def follow_written(self) -> None:
         """Has masters take over writes to parameters that are noticed, as every ``step()`` does."""
         with self._lifetime.whole():
@@ -173,7 +174,9 @@ class State:
             self._engine.quiesce()  # raises failures since the last step before anything changes
         return read_state(state_dict, self._groups.now, part_of=self._part_of)
 
-    def take_over(self, read: ReadState, what: str, rest: Callable[[], None]) -> None:
+    @outside_inference
+    @torch.no_grad()
+    def take_over(self, read: ReadState, what: str, rest: Callable[[], None] = lambda: None) -> None:
         """Replaces the state by checked state, then calls ``rest`` to load what belongs to it; collectively.
 
         If this fails on any rank, all ranks refuse every call but another load. Signals and other threads wait, since

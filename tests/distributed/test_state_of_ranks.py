@@ -93,7 +93,7 @@ def carried(way: str, first: str, second: str) -> None:
         for again in (False, True):
             if again:
                 step(model, saved, 2)
-                published = [saved.holding_of(param).part(param.detach()) for param in saved.state]
+                published = [saved.parts.params.holding_of(param).part(param.detach()) for param in saved.state]
                 now = [shard.read_masters() for shard in saved._engine.shards]
                 assert all(map(same_bits, published, map(away if first == "split" else Tensor.bfloat16, now)))
             masters = state_of(saved)

@@ -76,7 +76,7 @@ def test_split_masters_have_the_bits_of_the_synchronous_cpu_run(
     """Their upper halves are in pinned memory, and on the device those of resident parameters."""
 
     def look(model: Any, optimizer: Any) -> None:
-        assert all(optimizer.tracked(param).shard.upper is not None for param in model.parameters())
+        assert all(optimizer.parts.params[param].shard.upper is not None for param in model.parameters())
 
     options: dict[str, Any] = {"master_dtype": "split", "before_step": look}
     run = train(device, torch.bfloat16, speculation=speculation, placement=placement, **options)

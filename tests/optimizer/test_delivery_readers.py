@@ -63,7 +63,7 @@ def test_a_write_to_an_undelivered_parameter_is_kept_and_reported(write: str) ->
         for param in others:
             assert torch.equal(param, optimizer.state[param]["master"])
         optimizer.zero_grad()
-        optimizer.refresh_written()
+        optimizer.parts.refresh_written()
         assert torch.equal(optimizer.state[weight]["master"], weight)
 
 

@@ -42,7 +42,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def shard_of(optimizer: AdamW, param: Tensor) -> Shard:
-    tracked = optimizer.tracked(param)
+    tracked = optimizer.parts.params.get(param)
     assert tracked is not None
     return tracked.shard
 
@@ -56,7 +56,7 @@ def joined(shard: Shard) -> Tensor:
 def assert_split(optimizer: AdamW) -> None:
     """bf16 parameters are the upper halves of their masters; the state shows these in fp32. Others have whole ones."""
     for param, state in optimizer.state.items():
-        shard, holding = shard_of(optimizer, param), optimizer.holding_of(param)
+        shard, holding = shard_of(optimizer, param), optimizer.parts.params.holding_of(param)
         spread = holding.kind == "spread"  # then the state is that of this rank's part alone
         master = state["master"] if spread else holding.part(state["master"])
         assert master.dtype is torch.float32 and (spread or state["master"].shape == param.shape)
@@ -88,7 +88,7 @@ def tied(optimizer: AdamW, model: Any) -> list[Tensor]:
         master = masters_of(ODD_BITS, param.numel()).view(param.shape)
         with torch.no_grad():
             if is_dtensor(param):
-                holding = optimizer.holding_of(param)
+                holding = optimizer.parts.params.holding_of(param)
                 holding.part(param).copy_(holding.part_of_whole(master))
             else:
                 param.copy_(master)
