@@ -153,7 +153,6 @@ class AdamW(Optimizer):
         try:
             super().__init__(groups, defaults)
             self._ranks.announce()
-            self._permanent.follow_reductions(self._ranks)
             self._permanent.say_whose_norm(self._ranks)  # raises where warnings are errors
         except BaseException:
             self.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from superoffload import _native
 from superoffload.engine.schedule import Schedule
@@ -62,27 +62,25 @@ class EngineOptions:
         return self.schedule if self.schedule is not None else Schedule(self.speculation)
 
 
-class Listener:
-    """Ignores all events; subclasses act on them.
+def _ignored(*_: Any) -> None:
+    """Ignores an event."""
 
-    An engine keeps its listener alive. A listener refers to its owner weakly where the engine must not keep that alive.
+
+@dataclass
+class Listener:
+    """Has what an engine calls at its events, which ignores them until it is replaced.
+
+    An engine keeps its listener alive; a function refers to its owner weakly where the engine must not keep that alive.
+    ``packed``: the link no longer needs the gradient of a shard, so its memory may be freed. ``making_way``: all
+    buckets will be laid out anew, and their packed gradients will be lost. ``landing``: buckets that
+    ``apply(later=True)`` has left will be delivered, except for pieces that are taken out of ``bucket.present`` now.
+    ``landed``: they were; the engine raises what it returns once the delivery is complete.
     """
 
-    def packed(self, shard: Shard) -> None:
-        """Learns that the link no longer needs the gradient of ``shard``: its memory may be freed."""
-
-    def making_way(self) -> None:
-        """Learns that all buckets will be laid out anew, and their packed gradients will be lost."""
-
-    def landing(self, buckets: Sequence[Bucket]) -> None:
-        """Learns that buckets which ``apply(later=True)`` has left will be delivered.
-
-        Pieces that it takes out of ``bucket.present`` are not delivered.
-        """
-
-    def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
-        """Learns that they were delivered. The engine raises the returned error once the delivery is complete."""
-        return None
+    packed: Callable[[Shard], None] = _ignored
+    making_way: Callable[[], None] = _ignored
+    landing: Callable[[Sequence[Bucket]], None] = _ignored
+    landed: Callable[[Sequence[Bucket]], SuperOffloadError | None] = _ignored
 
 
 class Recorder:

@@ -6,7 +6,7 @@ The hooks of single parameters run before DDP reduces; only the reduction itself
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -28,16 +28,16 @@ class Reduction(NamedTuple):
     began_on: torch.cuda.Stream | None = None  # the current stream then; None on processors
 
 
-class DdpReductions:
-    """Hands reduced gradients to ``taker``, which it does not keep alive, in the thread that runs backward.
+class DdpReductions(Reductions):
+    """Hands reduced gradients to its taker, in the thread that runs backward.
 
     One bucket's reduction ends while backward computes the next ones, so each bucket's hook hands over the reductions
     that are done. The rest is handed over when backward ends. By then DDP has written the gradients where users see
     them, and the taker learns where ``param.grad`` is what it has taken, so that no comparison is needed.
     """
 
-    def __init__(self, group: Any, taker: TakesReduced, alone: Alone) -> None:
-        self._taker = ref(taker)
+    def __init__(self, group: Any, alone: Alone) -> None:
+        self._taker: Callable[[], TakesReduced | None] = _no_taker
         self._alone = alone  # another thread, or a signal's handler, may call finish() or forget()
         self._waiting: deque[Reduction] = deque()
         self._delivered: list[tuple[Tensor, Tensor]] = []  # in this backward
@@ -46,6 +46,13 @@ class DdpReductions:
         self._group = group
         self._stream: torch.cuda.Stream | None = None
         self._ordered_by_future = False  # known once there is a stream
+
+    def give_to(self, taker: TakesReduced | None) -> None:
+        self._taker = _no_taker if taker is None else ref(taker)
+        if taker is None:
+            self.forget()
+            for hook in _HOOKS.values():
+                hook.followers.discard(self)
 
     def watch(self) -> None:
         """Hands over what is reduced by now, and the rest when the backward that runs ends."""
@@ -140,6 +147,10 @@ class DdpReductions:
         self._watches = False
 
 
+def _no_taker() -> None:
+    """Returns None until a taker is given."""
+
+
 class CommHook:
     """Is the communication hook of a model, which stays there as long as the model. Optimizers follow it."""
 
@@ -205,13 +216,13 @@ class Ddp(Framework):
     def reduces_later(self, model: nn.Module) -> bool:
         return isinstance(model, DistributedDataParallel)
 
-    def follow_reductions(self, model: nn.Module, taker: TakesReduced, alone: Alone) -> Reductions | None:
+    def follow_reductions(self, model: nn.Module, alone: Alone) -> Reductions | None:
         if not isinstance(model, DistributedDataParallel):
             return None
         hook = _HOOKS.get(model)
         if hook is None:
             hook = _HOOKS[model] = CommHook(model)
-        follower = DdpReductions(hook.group, taker, alone)
+        follower = DdpReductions(hook.group, alone)
         hook.followers.add(follower)
         return follower
 

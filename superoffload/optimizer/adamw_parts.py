@@ -20,12 +20,13 @@ from superoffload.optimizer.delivery import Delivery, Eager, OnDemand
 from superoffload.optimizer.edits import Edits
 from superoffload.optimizer.engine_setup import set_up_engine
 from superoffload.optimizer.fp32_accumulation import Fp32Accumulation
+from superoffload.optimizer.frameworks import Reductions, follow_reductions
 from superoffload.optimizer.freed_gradients import FreedGradients
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
-from superoffload.optimizer.lifetime import Lifetime
+from superoffload.optimizer.lifetime import Lifetime, weakly
 from superoffload.optimizer.master_updates import MasterUpdates
-from superoffload.optimizer.other_ranks import Ranks, ReducedGradients, other_ranks
+from superoffload.optimizer.other_ranks import Ranks, other_ranks
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.shown_state import ShownStates
 from superoffload.optimizer.state import Sleep, State
@@ -54,15 +55,16 @@ class PermanentParts:
         self.recorder = recorder
         self.fp32_accumulation = Fp32Accumulation(wanted=given.fp32_sums)
         self.accumulation = Accumulation()
-        self.reductions = ReducedGradients()
+        self.reductions = Reductions()
         self.views = ShownStates(lifetime.work)
         self.earlier: dict[str, float | int] = {}  # totals of engines before the last change of groups
 
-    def follow_reductions(self, ranks: Ranks) -> None:
-        """Has gradients taken once the model has reduced them over the ranks, if it does."""
+    def follow_reductions(self, ranks: Ranks, taker: Intake) -> None:
+        """Has ``taker`` take gradients once the model has reduced them over the ranks, if it does."""
         model = self.given.model()
-        if ranks.setup.reduced and model is not None:
-            self.reductions.follow(model, self.lifetime.alone)
+        if ranks.setup.reduced and model is not None and type(self.reductions) is Reductions:
+            self.reductions = follow_reductions(model, self.lifetime.alone)
+        self.reductions.give_to(taker)
 
     def say_whose_norm(self, ranks: Ranks) -> None:
         """Warns once, on the first rank of a group, where other ranks clip by other norms."""
@@ -171,7 +173,7 @@ class Parts:
         permanent.recorder.close()
         end_all(tracked.gradient for tracked in self.params)
         permanent.fp32_accumulation.end()
-        permanent.reductions.end()
+        permanent.reductions.give_to(None)
         self._remove_hooks()
 
     def _remove_hooks(self) -> None:
@@ -201,7 +203,10 @@ def assemble(
     )
     host_accumulation = HostAccumulation(engine, wanted=given.fp32_sums)
     freed = FreedGradients(lifetime, engine, owned, host_accumulation, advice)
-    engine_setup.listener.tell(gradients=freed, delivery=delivery)
+    listener = engine_setup.listener
+    listener.packed, listener.making_way = weakly(freed.packed), weakly(freed.making_way)
+    if isinstance(delivery, OnDemand):
+        listener.landing, listener.landed = weakly(delivery.landing), weakly(delivery.landed)
     intake = Intake(
         lifetime,
         engine,
@@ -214,7 +219,7 @@ def assemble(
         ranks,
         verdicts,
     )
-    permanent.reductions.give_to(intake)
+    permanent.follow_reductions(ranks, intake)
     edits = Edits(engine, owned, intake, master_updates, permanent.accumulation, advice)
     step = Step(
         engine,

@@ -26,7 +26,6 @@ from superoffload.engine.verdict import Verdict
 from superoffload.errors import StateError, SuperOffloadError, warn
 from superoffload.host.tensors import is_dtensor, local_of
 from superoffload.optimizer.arguments import check_in_module
-from superoffload.optimizer.engine_setup import HearsOfDelivery
 from superoffload.optimizer.frameworks import Handle, gathering
 from superoffload.optimizer.lifetime import Lifetime, weakly
 from superoffload.optimizer.master_updates import MasterUpdates
@@ -346,7 +345,7 @@ class _BeforeState(_Hook):
 # ---- delivery -------------------------------------------------------------------------------------------------------
 
 
-class Delivery(HearsOfDelivery, Protocol):
+class Delivery(Protocol):
     """Gives parameters their new values."""
 
     def apply(self, verdict: Verdict) -> None:
@@ -412,11 +411,6 @@ class Eager:
 
     def check_reads(self) -> CheckReads:
         return CheckReads(self._undelivered.values)
-
-    def landing(self, buckets: Sequence[Bucket]) -> None: ...
-
-    def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
-        return None
 
     def remove_hooks(self) -> None: ...
 

@@ -1,77 +1,23 @@
-"""Before there is any state, an optimizer joins the other ranks and makes an engine with a link to the parameters.
-
-The engine's events go to the parts of the optimizer, which it does not keep alive.
-"""
+"""Before there is any state, an optimizer joins the other ranks and makes an engine with a link to the parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-from weakref import ref
 
 from torch import Tensor
 
 from superoffload.distributed.session import RankSetup, qualified_names, set_up_ranks
-from superoffload.engine.bucket import Bucket, GroupHyper, Shard
+from superoffload.engine.bucket import GroupHyper
 from superoffload.engine.engine import Engine
 from superoffload.engine.options import EngineOptions, Listener, Recorder
 from superoffload.engine.placement import placer_for
-from superoffload.errors import SuperOffloadError
 from superoffload.host.processors import worker_cpus
 from superoffload.links.select import keeps_gradients, link_for, on_device
 from superoffload.optimizer import frameworks
 from superoffload.optimizer.arguments import ConstructorArguments
 from superoffload.optimizer.gradient_source import gradient_of
 from superoffload.optimizer.packed_gradient import PackedGradient
-
-
-class HearsOfGradients(Protocol):
-    def packed(self, shard: Shard) -> None: ...
-    def making_way(self) -> None: ...
-
-
-class HearsOfDelivery(Protocol):
-    def landing(self, buckets: Sequence[Bucket]) -> None:
-        """Learns that the engine will deliver buckets that ``Delivery.apply`` has left."""
-
-    def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
-        """Learns that they were delivered; the engine raises the returned error once the delivery is complete."""
-
-
-class EngineEvents(Listener):
-    """Passes events on to the parts of an optimizer, as long as each part lives."""
-
-    def __init__(self) -> None:
-        self._gradients: Callable[[], HearsOfGradients | None] = _nothing
-        self._delivery: Callable[[], HearsOfDelivery | None] = _nothing
-
-    def tell(self, gradients: HearsOfGradients, delivery: HearsOfDelivery) -> None:
-        """Passes events on to these parts from now on. The engine is made before them."""
-        self._gradients, self._delivery = ref(gradients), ref(delivery)
-
-    def packed(self, shard: Shard) -> None:
-        alive = self._gradients()
-        if alive is not None:
-            alive.packed(shard)
-
-    def making_way(self) -> None:
-        alive = self._gradients()
-        if alive is not None:
-            alive.making_way()
-
-    def landing(self, buckets: Sequence[Bucket]) -> None:
-        alive = self._delivery()
-        if alive is not None:
-            alive.landing(buckets)
-
-    def landed(self, buckets: Sequence[Bucket]) -> SuperOffloadError | None:
-        alive = self._delivery()
-        return None if alive is None else alive.landed(buckets)
-
-
-def _nothing() -> None:
-    """Returns None until ``tell()`` names a part."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +28,7 @@ class EngineSetup:
     device."""
 
     engine: Engine
-    listener: EngineEvents
+    listener: Listener
     ranks: RankSetup
     names: dict[int, str]
     resident: set[int]
@@ -118,7 +64,7 @@ def set_up_engine(
         link.close()
         raise
     resident = placer.choose_first(sizes) if placer is not None else set()
-    listener = EngineEvents()
+    listener = Listener()
     engine = Engine(link, options, hyper_of, listener=listener, recorder=recorder, placer=placer)
     return EngineSetup(engine, listener, ranks, names, resident)
 

@@ -55,8 +55,11 @@ class TakesReduced(Protocol):
         """Learns that this rank has no more inputs while others go on."""
 
 
-class Reductions(Protocol):
-    """Hands reduced gradients to a taker during backward."""
+class Reductions:
+    """Hands the gradients that a framework has reduced to a taker during backward. Here there are none."""
+
+    def give_to(self, taker: TakesReduced | None) -> None:
+        """Has ``taker`` take them from now on, without keeping it alive. None: they are followed no longer."""
 
     def finish(self) -> None:
         """Hands over, at ``step()``, what an interrupted backward has left."""
@@ -82,9 +85,9 @@ class Framework:
         """Returns whether gradients of plain parameters are reduced over ranks after their hooks have run."""
         return False
 
-    def follow_reductions(self, model: nn.Module, taker: TakesReduced, alone: Alone) -> Reductions | None:
-        """Has ``taker`` take the gradients that ``model`` reduces, until the result is freed. ``alone`` keeps other
-        threads and signal handlers out of unfinished changes. None: it reduces none."""
+    def follow_reductions(self, model: nn.Module, alone: Alone) -> Reductions | None:
+        """Follows the gradients that ``model`` reduces. ``alone`` keeps other threads and signal handlers out of
+        unfinished changes. None: it reduces none."""
 
     def forward_view(self, model: nn.Module) -> Gathered | None:
         """Returns a collective generator of (sharded parameter, the value of it that a forward of ``model`` gathers);
@@ -126,8 +129,8 @@ def reduces_later(model: nn.Module | None) -> bool:
     return model is not None and any(adapter.reduces_later(model) for adapter in adapters())
 
 
-def follow_reductions(model: nn.Module, taker: TakesReduced, alone: Alone) -> Reductions | None:
-    return _first(adapter.follow_reductions(model, taker, alone) for adapter in adapters())
+def follow_reductions(model: nn.Module, alone: Alone) -> Reductions:
+    return _first(adapter.follow_reductions(model, alone) for adapter in adapters()) or Reductions()
 
 
 def forward_view(model: nn.Module | None) -> Gathered | None:

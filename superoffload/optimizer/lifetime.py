@@ -5,22 +5,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 from superoffload.errors import StateError
 from superoffload.host.signals import Alone, Closable, Whole, close_at_exit, forget_closed, held_signals
 
 _Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
-def weakly(method: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Calls a bound method as long as its object lives, and does nothing afterwards."""
+def weakly(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result | None]:
+    """Calls a bound method as long as its object lives; returns None afterwards."""
     reference = weakref.WeakMethod(method)
 
-    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result | None:
         alive = reference()
-        if alive is not None:
-            alive(*args, **kwargs)
+        return alive(*args, **kwargs) if alive is not None else None
 
     return call
 

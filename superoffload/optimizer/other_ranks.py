@@ -1,25 +1,17 @@
-"""An optimizer agrees on the verdict with other ranks, if there are any, and gathers the parts that they stepped.
-
-Where a framework reduces gradients over the ranks, they are final only then.
-"""
+"""An optimizer agrees on the verdict with other ranks, if there are any, and gathers the parts that they stepped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import ref
 
 import torch
-from torch import Tensor, nn
 
 from superoffload.distributed.gather import Spread, gather
 from superoffload.distributed.session import RankSetup
 from superoffload.engine.engine import Engine
 from superoffload.engine.verdict import Verdict
-from superoffload.host.signals import Alone
-from superoffload.optimizer import frameworks
-from superoffload.optimizer.frameworks import Reductions, TakesReduced
 from superoffload.optimizer.gradient_source import gradient_of
 from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.params import Params
@@ -27,54 +19,6 @@ from superoffload.optimizer.tracked_param import find_edits
 
 if TYPE_CHECKING:
     from superoffload.distributed.session import RankSession
-
-
-class ReducedGradients:
-    """Passes on what a model reduces, if it reduces any; keeps neither the model nor the taker alive."""
-
-    def __init__(self) -> None:
-        self._taker: Callable[[], TakesReduced | None] = _no_taker
-        self._reductions: Reductions | None = None
-
-    def give_to(self, taker: TakesReduced) -> None:
-        self._taker = ref(taker)
-
-    def follow(self, model: nn.Module, alone: Alone) -> None:
-        """Follows ``model``; ``alone`` keeps other threads and signal handlers out of unfinished changes."""
-        self._reductions = frameworks.follow_reductions(model, self, alone)
-
-    def finish(self) -> None:
-        """Finishes, at ``step()``, the reductions that an interrupted backward has left."""
-        if self._reductions is not None:
-            self._reductions.finish()
-
-    def forget(self) -> None:
-        """Forgets a backward whose gradients are given up."""
-        if self._reductions is not None:
-            self._reductions.forget()
-
-    def end(self) -> None:
-        """Follows the model no longer."""
-        self._reductions = None
-
-    def take_reduced(self, param: Tensor, gradient: Tensor) -> None:
-        taker = self._taker()
-        if taker is not None:
-            taker.take_reduced(param, gradient)
-
-    def keep_reduced(self, param: Tensor) -> None:
-        taker = self._taker()
-        if taker is not None:
-            taker.keep_reduced(param)
-
-    def leave_join(self) -> None:
-        taker = self._taker()
-        if taker is not None:
-            taker.leave_join()
-
-
-def _no_taker() -> None:
-    """Returns None until a taker is given."""
 
 
 # ---- the verdict ----------------------------------------------------------------------------------------------------

@@ -11,11 +11,12 @@ from superoffload.host.tensors import untraced
 from superoffload.optimizer.advice import Advice, IdleSteps
 from superoffload.optimizer.delivery import Delivery
 from superoffload.optimizer.edits import Edits
+from superoffload.optimizer.frameworks import Reductions
 from superoffload.optimizer.gradient_source import gradient_of
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.master_updates import MasterUpdates
-from superoffload.optimizer.other_ranks import Ranks, ReducedGradients
+from superoffload.optimizer.other_ranks import Ranks
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.tracked_param import TrackedParam, end_all, end_step, outdate, remember
 from superoffload.optimizer.verdict_terms import LossScale, VerdictTerms
@@ -33,7 +34,7 @@ class Step:
         intake: Intake,
         edits: Edits,
         delivery: Delivery,
-        reductions: ReducedGradients,
+        reductions: Reductions,
         master_updates: MasterUpdates,
         verdicts: VerdictTerms,
         advice: Advice,

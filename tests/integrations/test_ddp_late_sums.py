@@ -158,7 +158,8 @@ def test_only_futures_of_nccl_order_a_stream(
     future: Any = mock.Mock(done=lambda: True, wait=lambda: torch.arange(3.0))
     with streams.installed():
         taker = mock.Mock(take_reduced=lambda *_: on_streams.append(fake.current))
-        reduced = ddp.DdpReductions(None, taker, mock.MagicMock())
+        reduced = ddp.DdpReductions(None, mock.MagicMock())
+        reduced.give_to(taker)
         began_on: Any = streams.backward
         reduced.begins(ddp.Reduction(future, [torch.zeros(3)], began_on))
         reduced.drain()

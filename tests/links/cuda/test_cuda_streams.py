@@ -123,7 +123,8 @@ def test_a_reduction_is_waited_for_and_handed_over_before_handlers_of_signals_ru
         done.append(gradient.tolist())
 
     taker = mock.Mock(take_reduced=take)
-    reduced = ddp.DdpReductions(None, taker, Alone())
+    reduced = ddp.DdpReductions(None, Alone())
+    reduced.give_to(taker)
     future: Any = Reduction()
     reduced.begins(ddp.Reduction(future, [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]))
     before = signal.signal(signal.SIGUSR1, lambda *_: done.append("handled"))
