@@ -8,6 +8,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
 from superoffload.errors import ArgumentError, StateError
 
 OLDEST, NEWEST = (0, 18, 0), (0, 19, 8)
@@ -42,12 +45,11 @@ def enable() -> None:
     config = import_module("deepspeed.runtime.config")
     cpu_adam = import_module("deepspeed.ops.adam.cpu_adam")
     upstream = import_module("deepspeed.runtime.superoffload.superoffload_stage3")
-    lazy_adam = import_module("superoffload.integrations.deepspeed.lazy_adam")
     stage3 = import_module("superoffload.integrations.deepspeed.stage3")
     _replace(config.DeepSpeedConfig, "__init__", _reading_our_device(config.DeepSpeedConfig.__init__))
-    _replace(cpu_adam, "CPUAdamBuilder", lazy_adam.lazy_builder(cpu_adam.CPUAdamBuilder))
+    _replace(cpu_adam, "CPUAdamBuilder", lazy_builder(cpu_adam.CPUAdamBuilder))
     _replace(upstream, "SuperOffloadOptimizer_Stage3", stage3.SpeculativeStage3)
-    for owner, name, replacement in import_module("superoffload.integrations.deepspeed.clipping").replacements():
+    for owner, name, replacement in replaced_clips():
         _replace(owner, name, replacement)
 
 
@@ -108,3 +110,82 @@ def _reading_our_device(original: Callable[..., None]) -> Callable[..., None]:
         original(self, config, *args, **kwargs)
 
     return construct
+
+
+# ---- DeepSpeedCPUAdam compiles its kernel at its first call, and our engine never calls it ---------------------------
+# DeepSpeed compiles it when the optimizer is made. That fails without a compiler, and gives illegal instructions where
+# machines share a build.
+
+
+def lazy_builder(builder: Any) -> Any:
+    """Makes a replacement for ``CPUAdamBuilder``, where DeepSpeedCPUAdam looks it up."""
+
+    class LazyCPUAdamBuilder(builder):
+        """Loads a kernel that is built on its first use."""
+
+        def load(self, *args: Any, **kwargs: Any) -> Any:
+            build = super().load
+            return _LazyKernel(lambda: build(*args, **kwargs))
+
+    return LazyCPUAdamBuilder
+
+
+class _LazyKernel:
+    def __init__(self, build: Any) -> None:
+        self._build = build
+        self._kernel: Any = None
+        self._created: dict[int, tuple[Any, ...]] = {}
+
+    def create_adam(self, key: int, *arguments: Any) -> None:
+        """Remembers the call until the kernel is built."""
+        if self._kernel is None:
+            self._created[key] = arguments
+        else:
+            self._kernel.create_adam(key, *arguments)
+
+    def destroy_adam(self, key: int) -> None:
+        """Forgets a call that was only remembered."""
+        if self._kernel is None:
+            self._created.pop(key, None)
+        else:
+            self._kernel.destroy_adam(key)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if self._kernel is None:
+            self._kernel = self._build()
+            for key, arguments in self._created.items():
+                self._kernel.create_adam(key, *arguments)
+            self._created.clear()
+        return getattr(self._kernel, name)
+
+
+# ---- manual clipping is refused: under ZeRO-3 gradients are not in p.grad, so it would clip nothing -----------------
+
+_MARK = "superoffload_steps_it"  # marks parameters whose gradients our backend takes away during backward
+
+
+def replaced_clips() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Lists (module, name, replacement) for torch's public names and for what clip_grad_norm_ itself calls."""
+    import torch.nn.utils
+
+    found = []
+    for module in (torch.nn.utils, clip_grad):
+        for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "_clip_grads_with_norm_"):
+            if hasattr(module, name):
+                found.append((module, name, _refusing(getattr(module, name), name.strip("_") + "_")))
+    return found
+
+
+def _refusing(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if any(hasattr(param, _MARK) and param.grad is None for param in params):
+            raise StateError(
+                f"{name}: under DeepSpeed ZeRO-3 gradients are not in p.grad, so this would clip nothing; set "
+                '"gradient_clipping" in the DeepSpeed JSON (Accelerate: accelerator.clip_grad_norm_)'
+            )
+        return original(params, *args, **kwargs)
+
+    return clip

@@ -26,8 +26,7 @@ from superoffload.integrations.deepspeed.config import (
     rewrite,
     selects_us,
 )
-from superoffload.integrations.deepspeed.lazy_adam import lazy_builder
-from superoffload.integrations.deepspeed.switch import NEWEST, OLDEST, check_version
+from superoffload.integrations.deepspeed.switch import NEWEST, OLDEST, check_version, lazy_builder
 from tests.support.checkout import ROOT
 from tests.support.deepspeed.ranks import RankError, Ranks
 from tests.support.deepspeed.training import STOCK, Small, config, end, make_engine, run_steps

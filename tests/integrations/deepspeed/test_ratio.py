@@ -16,7 +16,7 @@ import torch
 
 from superoffload.errors import ArgumentError
 from superoffload.integrations.deepspeed import driver
-from superoffload.integrations.deepspeed.stage3 import assembly
+from superoffload.integrations.deepspeed.stage3 import optimizer as stage3
 from tests.support import emulated_kernels
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import FORMS, SCENARIOS, WAYS, Scenario
@@ -52,7 +52,7 @@ def staying(sub_groups: frozenset[int]) -> Iterator[list[ResidentHostLink]]:
     def chosen(devices: dict[int, str]) -> frozenset[int]:
         return sub_groups & frozenset(devices)
 
-    with mock.patch.multiple(assembly, resident_sub_groups=chosen, accelerator_link=link):
+    with mock.patch.multiple(stage3, resident_sub_groups=chosen, accelerator_link=link):
         yield made
 
 
