@@ -106,14 +106,14 @@ class Cuda(Device):
 
     @contextmanager
     def links(self, **options: Any) -> Iterator[None]:
-        from superoffload.links.cuda import start
+        from superoffload.links.cuda import link
 
-        options_for = start.options_for
+        options_for = link.options_for
 
         def changed(*arguments: Any, **named: Any) -> Any:
             return replace(options_for(*arguments, **named), **options)
 
-        with mock.patch.object(start, "options_for", changed) if options else nullcontext():
+        with mock.patch.object(link, "options_for", changed) if options else nullcontext():
             yield
 
     def synchronize(self) -> None:

@@ -16,8 +16,7 @@ from typing import Any
 
 from superoffload.checkpoints.tensor_files import Piece
 from superoffload.distributed.ownership import misfit
-from superoffload.errors import ArgumentError, DiskError, StateError, warn
-from superoffload.host.text import shortened, shown
+from superoffload.errors import ArgumentError, DiskError, StateError, shortened, shown, warn
 
 MANIFEST, STATE = "manifest.json", "state.pt"
 FORMAT, VERSION = "superoffload checkpoint", 2

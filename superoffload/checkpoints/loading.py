@@ -33,10 +33,9 @@ from superoffload.checkpoints.contents import (
 from superoffload.checkpoints.folder import STATE, check_size, read_manifest
 from superoffload.checkpoints.tensor_files import Piece, bytes_of, copy_shared, may_share
 from superoffload.distributed.ownership import Box, Holding, like_parameter
-from superoffload.errors import ArgumentError
+from superoffload.errors import ArgumentError, shortened, shown
 from superoffload.host.signals import held_signals
 from superoffload.host.tensors import local_of
-from superoffload.host.text import shortened, shown
 from superoffload.optimizer.arguments import is_on
 from superoffload.optimizer.state import loaded_in_part
 from superoffload.optimizer.state_dict import Values, blocks_of, check_saved_group

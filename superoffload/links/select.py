@@ -9,8 +9,7 @@ from torch import Tensor
 from superoffload.errors import ArgumentError
 from superoffload.host.tensors import local_of
 from superoffload.links.base import Link
-from superoffload.links.host import HostLink
-from superoffload.links.in_place import InPlaceLink
+from superoffload.links.host import HostLink, InPlaceLink
 
 
 def on_device(params: Sequence[Tensor]) -> bool:
@@ -34,6 +33,6 @@ def link_for(params: Sequence[Tensor], *, keep_grads: bool | None, in_place: boo
     """
     if not on_device(params):
         return InPlaceLink() if in_place else HostLink()
-    from superoffload.links.cuda.start import cuda_link  # loads the driver
+    from superoffload.links.cuda.link import cuda_link  # loads the driver
 
     return cuda_link(local_of(params[0]).device, keep_grads=keep_grads)

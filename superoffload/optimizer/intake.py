@@ -70,8 +70,6 @@ class Intake:
             dict
         )  # until all of a bucket are final
         self._passed = PassedBuckets()
-        self._arrivals: dict[TrackedParam, int] = {}  # backward passes that reached each since the last step
-        self._expected: dict[TrackedParam, int] = {}  # as many as in the step before; one where none is known
         # Whose hook has ended a backward: with which p.grad, in which thread, and why.
         self._unfinished: dict[TrackedParam, tuple[int, str, Exception]] = {}
 
@@ -113,29 +111,34 @@ class Intake:
         bucket, gradient = self._only_bucket.get(tracked.shard.index), tracked.gradient
         if self._in_place:
             self._in_backward(tracked, self._follow_last)
-        elif (
+            return
+        last = gradient.backwards + 1 >= gradient.expected
+        if (
             bucket is None
             or gradient.handed is not None
             or gradient.reduced is not None
             or self._accumulation.contexts
             or "main_grad" in tracked.param.__dict__
+            or not (last or self._host_accumulation.is_disabled)
         ):
             self._in_backward(tracked, self._take)
-        elif self._arrives_last(tracked):
-            if self._in_streams:
-                self._engine.link.received(bucket)
-            waiting = self._waiting[bucket]
-            waiting[tracked] = None
-            if len(waiting) == 1:
-                passed = self._passed.begins(bucket, tuple(self._waiting))
-                if passed:
-                    self._in_backward(tracked, lambda _: self._take_passed(passed))
-            if len(waiting) >= (bucket.missing or len(bucket.pieces)):  # 0: not renewed since the last step
-                self._in_backward(tracked, lambda _: self._take_waiting(bucket))
-        elif self._host_accumulation.is_disabled:
-            self._arrives(tracked)
-        else:
-            self._in_backward(tracked, self._take)
+            return
+        gradient.backwards += 1
+        if last:
+            self._wait_for_bucket(tracked, bucket)
+
+    def _wait_for_bucket(self, tracked: TrackedParam, bucket: Bucket) -> None:
+        """Keeps a final gradient until all others of its bucket are there."""
+        if self._in_streams:
+            self._engine.link.received(bucket)
+        waiting = self._waiting[bucket]
+        waiting[tracked] = None
+        if len(waiting) == 1:
+            passed = self._passed.begins(bucket, tuple(self._waiting))
+            if passed:
+                self._in_backward(tracked, lambda _: self._take_passed(passed))
+        if len(waiting) >= (bucket.missing or len(bucket.pieces)):  # 0: not renewed since the last step
+            self._in_backward(tracked, lambda _: self._take_waiting(bucket))
 
     def _only_adds_up(self, tracked: TrackedParam) -> bool:
         """Returns whether a gradient that more will be added to stays where it is, with nothing else to do."""
@@ -146,19 +149,6 @@ class Intake:
         """Leaves a gradient where it is; the master follows a written parameter now, as if the gradient were taken."""
         if self._is_last(tracked) and tracked.plainly_written:
             self._master_updates.follow(tracked)
-
-    def _arrives(self, tracked: TrackedParam) -> bool:
-        """Counts one more backward; returns whether it is the last one, judging by the step before."""
-        self._arrivals[tracked] = arrivals = self._arrivals.get(tracked, 0) + 1
-        return arrivals >= self._expected.get(tracked, 1)
-
-    def _arrives_last(self, tracked: TrackedParam) -> bool:
-        """``_arrives()``, where it is the last one; else nothing is counted."""
-        arrivals = self._arrivals.get(tracked, 0) + 1
-        if arrivals < self._expected.get(tracked, 1):
-            return False
-        self._arrivals[tracked] = arrivals
-        return True
 
     def _take_waiting(self, bucket: Bucket) -> None:
         """Hands the waiting gradients of ``bucket`` to the engine together."""
@@ -209,12 +199,8 @@ class Intake:
                 if tracked.plainly_written:
                     self._master_updates.follow(tracked)
 
-    def end_step(self) -> None:
-        """The next gradient begins a step, which is like this one was."""
-        self._expected, self._arrivals = self._arrivals, {}
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
+    def begin_anew(self) -> None:
+        """The next gradient begins a step."""
         self._only_bucket = {}
         self._passed.end_step()
         self._waiting.clear()
@@ -259,11 +245,12 @@ class Intake:
             self.hand_over(tracked, in_backward=True)
 
     def _is_last(self, tracked: TrackedParam) -> bool:
-        """Returns, in the hook, whether this backward is most likely the last one before ``step()``."""
+        """Returns, in the hook, whether this backward is most likely the last one before ``step()``, and counts it."""
         accumulation = self._accumulation
         if accumulation.is_asked_for or not is_final(tracked.param) or accumulation.is_of_a_window():
             return False
-        return self._arrives(tracked)
+        tracked.gradient.backwards += 1
+        return tracked.gradient.backwards >= tracked.gradient.expected
 
     def _add_to_packed(self, tracked: TrackedParam, packed: PackedGradient, *, more_to_come: bool) -> None:
         assert packed.addend is not None
@@ -286,8 +273,8 @@ class Intake:
         self._freed.making_way()
         for tracked in self._params:
             self.retract(tracked)
-        self._arrivals.clear()
-        self._begin_anew()
+            tracked.gradient.backwards = 0
+        self.begin_anew()
 
     def hand_over(self, tracked: TrackedParam, *, in_backward: bool, more_to_come: bool = False) -> None:
         """Gives the engine the gradient that the user sees."""
@@ -396,8 +383,7 @@ class Intake:
         self._unfinished.clear()
         with suppress(SuperOffloadError):  # step() raises for a parameter that no longer fits
             self.follow_waiting()
-        self._arrivals.clear()
-        self._begin_anew()
+        self.begin_anew()
 
 
 def _hook_of(intake: Intake, tracked: TrackedParam) -> Callable[[Tensor], None]:

@@ -165,7 +165,7 @@ class Step:
             outdated = [tracked for tracked in everything if tracked.shard.index in landing]
             ours = [tracked for tracked in everything if tracked.shard.index not in landing]
         moved = end_step(everything)
-        self._intake.end_step()
+        self._intake.begin_anew()
         self._master_updates.count_step()
         outdate(outdated)
         remember(ours, on_device=self._master_updates.compares_on_device)

@@ -40,7 +40,8 @@ class TrackedGradient:
     """Remembers the gradient of one parameter that the engine has, and notices edits of it."""
 
     __slots__ = (  # there is one per parameter, and every step looks at all of them
-        "_bits", "_holding", "_param", "_placeholder", "_shard", "_version", "handed", "reduced", "sums", "version",
+        "_bits", "_holding", "_param", "_placeholder", "_shard", "_version", "backwards", "expected", "handed",
+        "reduced", "sums", "version",
     )  # fmt: skip
 
     def __init__(self, param: Tensor, shard: Shard, holding: Holding, bits: BitSums) -> None:
@@ -54,6 +55,8 @@ class TrackedGradient:
         self.handed: Tensor | None = None  # to the engine, in this step
         self.sums: Sums | None = None  # of its bits, if versions do not show every edit and packing makes no sums
         self.reduced: Tensor | None = None  # a reduction's result that the engine has; p.grad must get the same bits
+        self.backwards = 0  # that have reached it since the last step
+        self.expected = 1  # as many as in the step before
 
     # ---- handed over ----------------------------------------------------------------------------------------------
 
@@ -79,6 +82,7 @@ class TrackedGradient:
 
     def end_step(self) -> None:
         self.handed = self.reduced = None
+        self.backwards = 0
 
     # ---- reduced over ranks -----------------------------------------------------------------------------------------
 
@@ -351,7 +355,10 @@ class TrackedParam(_Referable):
 
 
 def end_step(several: Sequence[TrackedParam]) -> set[TrackedParam]:
-    """The engine has none of their gradients any more. Returns those that the step has moved."""
+    """The engine has none of their gradients any more, and the next step is likely to be like this one. Returns those
+    that the step has moved."""
+    for tracked in several:
+        tracked.gradient.expected = tracked.gradient.backwards or 1
     end_all(tracked.gradient for tracked in several)
     return {tracked for tracked in several if tracked.notice_step()}
 

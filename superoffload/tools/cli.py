@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from superoffload import __version__
-from superoffload.errors import ArgumentError, SuperOffloadError
-from superoffload.host.text import printable
+from superoffload.errors import ArgumentError, SuperOffloadError, printable
 
 COMMANDS = ("verify", "doctor", "plan", "run")
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130

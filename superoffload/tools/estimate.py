@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from superoffload.engine.journal import JOURNAL_BYTES_PER_PARAM
-from superoffload.errors import ArgumentError
-from superoffload.host.text import shown
+from superoffload.errors import ArgumentError, shown
 from superoffload.tools.machines import Machine
 
 CONTEXT_BYTES, FRAGMENTATION = 1.5e9, 0.15  # of a GPU: CUDA and its libraries; what the allocator cannot reuse

@@ -6,9 +6,8 @@ import re
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
-from superoffload.errors import ArgumentError
+from superoffload.errors import ArgumentError, shown
 from superoffload.host.system import System, usable_memory
-from superoffload.host.text import shown
 
 GB, GIB = 10**9, 1 << 30
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.errors import ArgumentError
-from superoffload.links.host import HostLink
-from superoffload.links.in_place import InPlaceLink
+from superoffload.links.host import HostLink, InPlaceLink
 from tests.support.adamw_training import batch, grads_of, model_of, train
 
 

@@ -80,8 +80,7 @@ def this_processor() -> Place:
 def gpu() -> Place:
     """The first CUDA device, through libcuda."""
     from superoffload.links.cuda.device import TorchDevice
-    from superoffload.links.cuda.link import CudaLink
-    from superoffload.links.cuda.start import options_for
+    from superoffload.links.cuda.link import CudaLink, options_for
 
     device = TorchDevice(torch.device("cuda", 0))
     options = options_for(device, keep_grads=False)

@@ -100,7 +100,7 @@ def check_resident(masters: Mapping[int, Tensor], published: Mapping[int, Tensor
 
 def accelerator_link(device: torch.device) -> Link:
     """Makes the link that packs and steps on ``device``. KernelsUnavailable: its kernels could not be compiled."""
-    from superoffload.links.cuda.start import cuda_link  # loads the driver
+    from superoffload.links.cuda.link import cuda_link  # loads the driver
 
     link = cuda_link(device, keep_grads=True)
     if link.residency is None:

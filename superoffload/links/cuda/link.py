@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,15 +13,93 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.engine.bucket import ELEMENT_TYPES, Bucket, Piece
-from superoffload.errors import DeviceError
+from superoffload.errors import DeviceError, KernelsUnavailable, TornStep, warn
 from superoffload.host.bits import BitSums, SumsByTorch
+from superoffload.host.environment import device_timeout
 from superoffload.links.base import PackTicket
+from superoffload.links.cuda import geometry
 from superoffload.links.cuda.bit_sums import CudaBitSums, SumsThere, sums_per_block
 from superoffload.links.cuda.blocks import Blocks
-from superoffload.links.cuda.device import Device
+from superoffload.links.cuda.device import Device, TorchDevice
 from superoffload.links.cuda.geometry import blocks_of
 from superoffload.links.cuda.pinned import ALIGN, LARGEST_REGISTRATION, PinnedArena, aligned, taken, warn_unpinned
-from superoffload.links.cuda.residency import CudaResidency
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Holds a bucket's memory on the device as long as the bucket is attached."""
+
+    bucket: _native.DeviceBucket
+    table: Tensor  # for the step kernel
+
+
+class CudaResidency:
+    """Serves a ``CudaLink``'s resident buckets. ``attach_native`` makes the native bucket and allocates its sums."""
+
+    def __init__(
+        self,
+        device: Device,
+        pipeline: _native.CudaPipeline,
+        attach_native: Callable[[Bucket, int, str], _native.DeviceBucket],
+    ) -> None:
+        self._device = device
+        self._pipeline = pipeline
+        self._attach_native = attach_native
+        self._memory: dict[Bucket, _Memory] = {}
+        self._without_event = False  # a step is running, and no event tells when it ends
+
+    @property
+    def device(self) -> torch.device:
+        return self._device.torch_device
+
+    def attach(self, bucket: Bucket) -> None:
+        nbytes = bucket.padded * bucket.gradient_dtype.itemsize
+        table = aligned(nbytes)
+        memory = self._device.empty(table + len(bucket.pieces) * geometry.STEP_PIECE.itemsize)
+        bucket.use_memory(gradient=memory[:nbytes].view(bucket.gradient_dtype))
+        native = self._attach_native(bucket, bucket.gradient.data_ptr(), geometry.step_kernel(bucket))
+        self._memory[bucket] = _Memory(native, memory[table:])
+
+    def drain(self, timeout_seconds: float) -> bool:
+        """Tells whether no step is under way; if so, frees everything of the buckets so far."""
+        until = time.monotonic() + timeout_seconds
+        if self._without_event:
+            return False
+        while not all(self._pipeline.has_stepped(memory.bucket) for memory in self._memory.values()):
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.0005)
+        self._memory.clear()
+        return True
+
+    def step(self, bucket: Bucket) -> None:
+        assert bucket.resident_work is not None
+        scalars = bucket.resident_work.scalars
+        table = geometry.step_table(bucket, scalars)
+        memory = self._memory[bucket]
+        present = [piece.shard for piece, frozen in zip(bucket.pieces, scalars, strict=True) if frozen is not None]
+        try:
+            behind = self._pipeline.step(
+                memory.bucket,
+                current=self._device.current_stream(),
+                table=table.tobytes(),
+                count=len(table),
+                blocks=geometry.count_blocks(table),
+                device_table=memory.table.data_ptr(),
+            )
+        except RuntimeError as error:
+            raise DeviceError(f"{present[0].name}: its step on the device could not be launched: {error}") from error
+        if behind:
+            self._without_event = True
+            raise TornStep(
+                f"{present[0].name}: its step on the device was launched, but the device failed behind it: {behind}. "
+                "Make a new optimizer and load the last checkpoint"
+            )
+        torch.autograd.graph.increment_version([shard.target() for shard in present])
+
+    def free_bytes(self) -> int:
+        return self._device.free_bytes()
+
 
 SLOTS = 2  # staging on the device: one is packed while the other is copied
 _FLAG_BYTES = 4096
@@ -406,3 +485,35 @@ def _translated(what: str) -> Iterator[None]:
         raise DeviceError(
             f"{what}: the host is out of memory; close other programs, or spread the parameters over more ranks"
         ) from error
+
+
+LIBRARY_VARIABLE = "SUPEROFFLOAD_LIBCUDA"
+
+
+def cuda_link(device: torch.device, *, keep_grads: bool | None) -> CudaLink:
+    """Makes the link for parameters on ``device``, with the settings of this process' environment."""
+    opened = TorchDevice(device)
+    return CudaLink(opened, options_for(opened, keep_grads=keep_grads))
+
+
+def options_for(device: TorchDevice, *, keep_grads: bool | None) -> CudaOptions:
+    return CudaOptions(
+        keep_grads=bool(keep_grads),
+        image=kernels_for(torch.cuda.get_device_capability(device.torch_device)),
+        timeout_seconds=device_timeout(),
+        library=os.environ.get(LIBRARY_VARIABLE) or CudaOptions.library,
+    )
+
+
+def kernels_for(capability: tuple[int, int]) -> bytes:
+    """Returns the compiled kernels; empty, with a warning, if nothing can compile them."""
+    from superoffload.links.cuda.compile import compile_kernels
+
+    try:
+        return compile_kernels(f"sm_{capability[0]}{capability[1]}")
+    except KernelsUnavailable as error:
+        warn(
+            f"{error}. Training goes on without them: gradients are copied one by one and summed on the "
+            "CPU, with the same result"
+        )
+        return b""

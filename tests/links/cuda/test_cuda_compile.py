@@ -14,7 +14,7 @@ import torch
 from superoffload.errors import ArgumentError, KernelsUnavailable
 from superoffload.links.cuda import compile as compiling
 from superoffload.links.cuda.compile import CompileError, Nvrtc, Program, compile_kernels
-from superoffload.links.cuda.start import LIBRARY_VARIABLE, cuda_link, kernels_for
+from superoffload.links.cuda.link import LIBRARY_VARIABLE, cuda_link, kernels_for
 from tests.support.fake_cuda import IMAGE, Fake, FakeDevice
 
 
@@ -199,7 +199,7 @@ def test_a_link_for_a_torch_device(fake: Fake, monkeypatch: pytest.MonkeyPatch) 
     """Everything between parameters on a device and the link, but the device itself."""
     compiled = mock.Mock(return_value=IMAGE)
     monkeypatch.setenv(LIBRARY_VARIABLE, fake.library)
-    monkeypatch.setattr("superoffload.links.cuda.start.TorchDevice", lambda device: FakeDevice(fake))
+    monkeypatch.setattr("superoffload.links.cuda.link.TorchDevice", lambda device: FakeDevice(fake))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(compiling, "compile_kernels", compiled)
     for keep_grads in (True, None):

@@ -1,4 +1,4 @@
-"""``SpeculativeStage3`` is put together from its parts, none of which knows the whole, and forwards DeepSpeed's calls."""
+"""``SpeculativeStage3`` forwards DeepSpeed's calls to its parts, which are put together here; none knows the whole."""
 
 from __future__ import annotations
 
