@@ -40,7 +40,7 @@ from superoffload.integrations.deepspeed.driver import (
 )
 from superoffload.integrations.deepspeed.partitions import Readers, cpus_of_this_rank, gather_together, open_session
 from superoffload.integrations.deepspeed.stage3.gradients import Failures, Gradients, Ranks, agreement, copies_of
-from superoffload.integrations.deepspeed.stage3.state import InnerOptimizer, Place, SavedState, SubGroupState
+from superoffload.integrations.deepspeed.stage3.inner_optimizer import InnerOptimizer, Place, SavedState, SubGroupState
 from superoffload.integrations.deepspeed.stage3.steps import Formulas, OurFormulas, Steps, StockFormulas, WindowEnd
 from superoffload.integrations.deepspeed.stage3.stock import StockStage3, trained
 from superoffload.links.base import Link

@@ -15,7 +15,7 @@ from superoffload.engine.verdict import Verdict
 from superoffload.errors import ArgumentError, RankError, WorkerError
 from superoffload.integrations.deepspeed.driver import PartitionDriver, Window
 from superoffload.integrations.deepspeed.stage3.gradients import Failures, Ranks
-from superoffload.integrations.deepspeed.stage3.state import InnerOptimizer
+from superoffload.integrations.deepspeed.stage3.inner_optimizer import InnerOptimizer
 from superoffload.integrations.deepspeed.stage3.stock import StockStage3, trained
 
 # ---- norm, clip and loss scale --------------------------------------------------------------------------------------
