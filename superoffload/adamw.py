@@ -21,7 +21,7 @@ from superoffload.engine.verdict import Verdict
 from superoffload.errors import StateError
 from superoffload.host.environment import check_environment
 from superoffload.host.tensors import outside_inference, untraced
-from superoffload.optimizer.accumulating import Accumulating
+from superoffload.optimizer.accumulation import Accumulating
 from superoffload.optimizer.adamw_parts import Parts, PermanentParts, assemble
 from superoffload.optimizer.arguments import check_given, params_of, refuse_unknown
 from superoffload.optimizer.delivery import CheckReads

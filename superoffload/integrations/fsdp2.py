@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from superoffload.distributed.session import Gathered
 from superoffload.errors import ArgumentError, StateError
 from superoffload.host.tensors import is_dtensor, local_of
-from superoffload.optimizer.fp32_accumulation import GradDtypes
+from superoffload.optimizer.accumulation import GradDtypes
 from superoffload.optimizer.frameworks import Framework
 
 _Place = tuple[nn.Module, str, Tensor]

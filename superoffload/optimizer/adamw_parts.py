@@ -13,13 +13,12 @@ from superoffload.engine.engine import Engine
 from superoffload.engine.options import Recorder
 from superoffload.engine.stats import total
 from superoffload.errors import SuperOffloadError
-from superoffload.optimizer.accumulating import Accumulation, HostAccumulation
+from superoffload.optimizer.accumulation import Accumulation, HostAccumulation
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.arguments import ConstructorArguments, as_groups, check_groups, named_in
 from superoffload.optimizer.delivery import Delivery, Eager, OnDemand
 from superoffload.optimizer.edits import Edits
 from superoffload.optimizer.engine_setup import set_up_engine
-from superoffload.optimizer.fp32_accumulation import Fp32Accumulation
 from superoffload.optimizer.frameworks import Reductions, follow_reductions
 from superoffload.optimizer.freed_gradients import FreedGradients
 from superoffload.optimizer.groups import ParamGroups
@@ -53,18 +52,16 @@ class PermanentParts:
         self.verdicts = verdicts
         self.given = given
         self.recorder = recorder
-        self.fp32_accumulation = Fp32Accumulation(wanted=given.fp32_sums)
-        self.accumulation = Accumulation()
+        self.accumulation = Accumulation(fp32=given.fp32_sums)
         self.reductions = Reductions()
         self.views = ShownStates(lifetime.work)
         self.earlier: dict[str, float | int] = {}  # totals of engines before the last change of groups
 
-    def follow_reductions(self, ranks: Ranks, taker: Intake) -> None:
-        """Has ``taker`` take gradients once the model has reduced them over the ranks, if it does."""
+    def follow_reductions(self) -> None:
+        """Follows the model, if it reduces gradients over the ranks."""
         model = self.given.model()
-        if ranks.setup.reduced and model is not None and type(self.reductions) is Reductions:
+        if model is not None and type(self.reductions) is Reductions:
             self.reductions = follow_reductions(model, self.lifetime.alone)
-        self.reductions.give_to(taker)
 
     def say_whose_norm(self, ranks: Ranks) -> None:
         """Warns once, on the first rank of a group, where other ranks clip by other norms."""
@@ -75,7 +72,7 @@ class PermanentParts:
         """Checks a group that will be added; returns it with its parameters in a list."""
         (group,) = as_groups([param_group])
         check_groups([group], defaults, taken=self.groups.params())
-        self.fp32_accumulation.check_params(named_in([group]), self.given.model())
+        self.accumulation.fp32.check_params(named_in([group]), self.given.model())
         return group
 
     def count_until_now(self, totals: dict[str, float | int]) -> None:
@@ -89,7 +86,7 @@ class PermanentParts:
     def check_sums(self, params: Params) -> None:
         """Checks that gradients of all parameters in the groups can be accumulated in fp32, if that was asked for."""
         groups = range(len(self.groups.now))
-        self.fp32_accumulation.check_params(
+        self.accumulation.fp32.check_params(
             [one for index in groups for one in params.named(index)], self.given.model()
         )
 
@@ -110,7 +107,7 @@ class Parts:
 
     def adopt(self, permanent: PermanentParts, group: int) -> None:
         """Adopts the parameters of a group that train."""
-        permanent.fp32_accumulation.begin(self.params.named(group), permanent.given.model())
+        permanent.accumulation.fp32.begin(self.params.named(group), permanent.given.model())
         self.intake.adopt(
             group, [param for param in permanent.groups.now[group]["params"] if self.params.trains(param)]
         )
@@ -153,7 +150,7 @@ class Parts:
         self.intake.give_back()
         self.engine.sleep()  # all state is in memory of its own then
         if not kept:  # else gradients in fp32 may wait for step()
-            permanent.fp32_accumulation.end()
+            permanent.accumulation.fp32.end()
         self._remove_hooks()
         self.engine.close()
         permanent.count_until_now(self.stats(permanent))
@@ -172,7 +169,7 @@ class Parts:
         """Closes the recorder, lets go of gradients and removes all hooks, once the engine is closed."""
         permanent.recorder.close()
         end_all(tracked.gradient for tracked in self.params)
-        permanent.fp32_accumulation.end()
+        permanent.accumulation.fp32.end()
         permanent.reductions.give_to(None)
         self._remove_hooks()
 
@@ -188,6 +185,7 @@ def assemble(
     """Makes the parts for ``params``, which are adopted later, group by group. ``kept``: those that have state."""
     lifetime, groups, verdicts, given = permanent.lifetime, permanent.groups, permanent.verdicts, permanent.given
     try:
+        permanent.follow_reductions()
         engine_setup = set_up_engine(given, params, groups.hyper, permanent.recorder)
     except BaseException:
         permanent.recorder.close()
@@ -201,25 +199,13 @@ def assemble(
         if given.on_demand
         else Eager(lifetime, engine)
     )
-    host_accumulation = HostAccumulation(engine, wanted=given.fp32_sums)
-    freed = FreedGradients(lifetime, engine, owned, host_accumulation, advice)
+    freed = FreedGradients(lifetime, engine, owned, HostAccumulation(engine, wanted=given.fp32_sums), advice)
     listener = engine_setup.listener
     listener.packed, listener.making_way = weakly(freed.packed), weakly(freed.making_way)
     if isinstance(delivery, OnDemand):
         listener.landing, listener.landed = weakly(delivery.landing), weakly(delivery.landed)
-    intake = Intake(
-        lifetime,
-        engine,
-        owned,
-        permanent.accumulation,
-        permanent.fp32_accumulation,
-        host_accumulation,
-        freed,
-        master_updates,
-        ranks,
-        verdicts,
-    )
-    permanent.follow_reductions(ranks, intake)
+    intake = Intake(lifetime, engine, owned, permanent.accumulation, freed, master_updates, ranks, verdicts)
+    permanent.reductions.give_to(intake)
     edits = Edits(engine, owned, intake, master_updates, permanent.accumulation, advice)
     step = Step(
         engine,

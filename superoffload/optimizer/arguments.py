@@ -21,7 +21,7 @@ from superoffload.errors import ArgumentError, UnknownArgument, WrongType
 from superoffload.host.bits import all_finite
 from superoffload.host.numbers import as_float, check_number, check_threads, check_whole_number
 from superoffload.host.tensors import is_dense, is_dtensor, local_of
-from superoffload.optimizer.fp32_accumulation import check_fp32_sums
+from superoffload.optimizer.accumulation import check_fp32_sums
 
 
 def check_max_grad_norm(value: Any) -> float | None:

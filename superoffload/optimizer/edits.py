@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from superoffload.engine.engine import Engine
 from superoffload.errors import DeviceError
 from superoffload.host.tensors import is_dtensor
-from superoffload.optimizer.accumulating import Accumulation
+from superoffload.optimizer.accumulation import Accumulation
 from superoffload.optimizer.advice import Advice, EditAdvice
 from superoffload.optimizer.gradient_source import check_one_gradient, gradient_of, lay_out_like
 from superoffload.optimizer.intake import Intake

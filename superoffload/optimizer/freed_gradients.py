@@ -9,7 +9,7 @@ from superoffload.engine.bucket import Shard
 from superoffload.engine.engine import Engine
 from superoffload.host.memory import room_on_device
 from superoffload.host.tensors import local_of, out_of_order
-from superoffload.optimizer.accumulating import HostAccumulation
+from superoffload.optimizer.accumulation import HostAccumulation
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.lifetime import Lifetime, weakly
 from superoffload.optimizer.packed_gradient import PackedGradient, gradient_is_gone, packed_in
@@ -26,7 +26,7 @@ class FreedGradients:
         self._lifetime = lifetime
         self._engine = engine
         self._params = params
-        self._host_accumulation = host_accumulation
+        self.host_accumulation = host_accumulation
         self._advice = advice
         self._said = False
         self._fetch, self._offer = weakly(self._bring_back), weakly(self._take_addend)
@@ -62,7 +62,11 @@ class FreedGradients:
             tracked = self._params.of_shard(packed.shard)
             if tracked is None or self._lifetime.work.out_of_use() or not self.is_packed(tracked, packed):
                 return
-            if packed.addend is None and packed.in_memory is None and self._host_accumulation.serve(tracked):
+            if (
+                packed.addend is None
+                and packed.in_memory is None
+                and self.host_accumulation.serve(tracked.param, tracked.shard)
+            ):
                 packed.keep_addend(addend)
 
     def _bring_back(self, packed: PackedGradient) -> None:

@@ -19,9 +19,8 @@ from superoffload.engine.inbox import PassedBuckets
 from superoffload.errors import ArgumentError, StateError, SuperOffloadError
 from superoffload.host.memory import room_on_device
 from superoffload.host.tensors import is_dtensor
-from superoffload.optimizer.accumulating import Accumulation, HostAccumulation
+from superoffload.optimizer.accumulation import Accumulation
 from superoffload.optimizer.arguments import check_gradient
-from superoffload.optimizer.fp32_accumulation import Fp32Accumulation
 from superoffload.optimizer.frameworks import await_gradient
 from superoffload.optimizer.freed_gradients import FreedGradients
 from superoffload.optimizer.gradient_source import dtype_to_come, gradient_of, is_final, lay_out_like, main_grad_of
@@ -43,8 +42,6 @@ class Intake:
         engine: Engine,
         params: Params,
         accumulation: Accumulation,
-        fp32_accumulation: Fp32Accumulation,
-        host_accumulation: HostAccumulation,
         freed: FreedGradients,
         master_updates: MasterUpdates,
         ranks: Ranks,
@@ -54,8 +51,7 @@ class Intake:
         self._engine = engine
         self._params = params
         self._accumulation = accumulation
-        self._fp32_accumulation = fp32_accumulation
-        self._host_accumulation = host_accumulation
+        self._host_accumulation = freed.host_accumulation
         self._freed = freed
         self._master_updates = master_updates
         self._ranks = ranks
@@ -232,7 +228,7 @@ class Intake:
             return  # step() takes it, by the groups that there are then
         if packed is not None:
             self._add_to_packed(tracked, packed, more_to_come=more_to_come)
-        elif not more_to_come or self._host_accumulation.serve(tracked):
+        elif not more_to_come or self._host_accumulation.serve(tracked.param, tracked.shard):
             await_gradient(tracked.param)
             self.hand_over(tracked, in_backward=True, more_to_come=more_to_come)
 
@@ -282,7 +278,7 @@ class Intake:
         grad = unpacked(tracked.param) if main is None else main
         assert grad is not None
         check_gradient(tracked.shard.name, tracked.param, grad)
-        self._fp32_accumulation.check(tracked.shard.name, tracked.param, grad)
+        self._accumulation.fp32.check(tracked.shard.name, tracked.param, grad)
         if tracked.plainly_written:  # for writes that versions do not show, step() undoes the speculation
             self._master_updates.follow(tracked)
         self._follow_dtype(tracked, grad.dtype)

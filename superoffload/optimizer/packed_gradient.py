@@ -2,7 +2,7 @@
 
 When its elements are needed, the packed gradient is copied back, and all operations use that copy: additions of
 autograd, reads, clips, unscaling. So loops that edit gradients by hand are right, only slower. Where gradients add up
-in host memory (superoffload/optimizer/accumulating.py), the placeholder keeps autograd's addend for our hook.
+in host memory (superoffload/optimizer/accumulation.py), the placeholder keeps autograd's addend for our hook.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from benchmarks.accumulation import table
 from superoffload import AdamW
 from superoffload.engine.schedule import MODES
 from superoffload.errors import ArgumentError, StateError
-from superoffload.optimizer import fp32_accumulation
-from superoffload.optimizer.fp32_accumulation import check_fp32_sums
+from superoffload.optimizer import accumulation
+from superoffload.optimizer.accumulation import check_fp32_sums
 from tests.support.adamw_training import batch, check_counters, model_of
 from tests.support.checkout import ROOT
 from tests.support.fp32_gradients import (
@@ -204,7 +204,7 @@ def test_what_is_refused_changes_nothing() -> None:
 def test_a_torch_that_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before 2.10, where parameters have no grad_dtype."""
     monkeypatch.setattr(torch, "__version__", "2.9.1")
-    monkeypatch.setattr("superoffload.optimizer.fp32_accumulation.Tensor", object)
+    monkeypatch.setattr("superoffload.optimizer.accumulation.Tensor", object)
     param = SimpleNamespace(dtype=torch.bfloat16)
     with pytest.raises(ArgumentError, match=r"w needs p.grad_dtype, which torch 2.9.1 does not have.*torch 2.10"):
         check_fp32_sums([("w", param)], None)
@@ -215,7 +215,7 @@ def test_a_torch_that_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_grad_dtype
 def test_memory_that_is_refused_while_a_gradient_changes_its_dtype() -> None:
     """Before, nothing has changed; behind, one gradient is gone, which shows, and everything else is set back."""
-    convert = fp32_accumulation._in_dtype
+    convert = accumulation._in_dtype
     left = [2]  # calls until one is refused
 
     def refused(*args: Any) -> Tensor:
@@ -228,13 +228,13 @@ def test_memory_that_is_refused_while_a_gradient_changes_its_dtype() -> None:
     params = parameters_of(model)
     batch(model, 0).backward()
     values = [param.grad.clone() for param in params]
-    with mock.patch.object(fp32_accumulation, "_in_dtype", refused), pytest.raises(torch.OutOfMemoryError):
+    with mock.patch.object(accumulation, "_in_dtype", refused), pytest.raises(torch.OutOfMemoryError):
         AdamW(params, threads=1, accumulate_dtype="fp32")
     assert _dtypes(params) == [torch.bfloat16] * 6
     assert all(torch.equal(param.grad, value) for param, value in zip(params, values, strict=True))
     optimizer = AdamW(params, threads=1, accumulate_dtype="fp32")
     left[0] = 2
-    with mock.patch.object(fp32_accumulation, "_in_dtype", refused):
+    with mock.patch.object(accumulation, "_in_dtype", refused):
         optimizer.close()
     assert _dtypes(params) == [torch.bfloat16] * 6
     kept = [(param.grad, value) for param, value in zip(params, values, strict=True) if param.grad is not None]
