@@ -15,7 +15,7 @@ from superoffload.links.cuda import geometry
 from tests.support import emulated_kernels, numpy_kernels
 from tests.support import kernel_inputs as cases
 from tests.support.emulated_kernels import NAMES
-from tests.support.guarded_arrays import Guarded, assert_bits, kernel_hyper, scalars_of
+from tests.support.guarded_arrays import Guarded, assert_bits, scalars_of
 from tests.support.kernel_battery import norm_inputs
 from tests.support.reference.bit_sums import BLOCK_BYTES, bit_sums, number_of
 from tests.support.reference.convert import narrow
@@ -115,7 +115,7 @@ def test_noisy_step_gives_the_bits_of_the_native_kernel(
         [old.master.copy(), *(m.copy() for m in moments), gradient, np.zeros(numel, np.uint16)] for _ in "12"
     )
     placed: dict[str, Any] = {"first_index": first_index, "start": start, "axes": axes}
-    numpy_kernels.Span(*native, noise_stream=stream, **placed).step(kernel_hyper(hyper))
+    numpy_kernels.Span(*native, noise_stream=stream, **placed).step(hyper)
     scalars = _native.freeze_scalars(**scalars_of(hyper), l2=False, step=hyper.step, noise_stream=stream)
     master, exp_avg, exp_avg_sq, *rest = (array.ctypes.data for array in here)
     row = (master, 0, exp_avg, exp_avg_sq, *NO_SCALES, *rest, numel, *geometry.placed(**placed), scalars)

@@ -10,7 +10,7 @@ import pytest
 
 from superoffload import kernels
 from tests.support import kernel_inputs as cases
-from tests.support.guarded_arrays import GuardedSpan, assert_bits, kernel_hyper
+from tests.support.guarded_arrays import GuardedSpan, assert_bits
 from tests.support.kernel_inputs import State
 from tests.support.reference import convert
 from tests.support.reference.adam import Float32Array, Hyper
@@ -83,7 +83,7 @@ def test_the_upper_half_is_the_nearest_number_ties_away_from_zero() -> None:
 @each_isa
 def test_stored_halves_are_those_of_the_definition(isa: str) -> None:
     """lr = 0 and no decay store the masters themselves: every upper half near each tie."""
-    hyper = kernel_hyper(Hyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=2))
+    hyper = Hyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=2)
     every = np.arange(65536, dtype=np.uint32)
     zeros = np.zeros(65536, np.float32)
     with kernels.using_isa(isa):

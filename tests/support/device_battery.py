@@ -4,7 +4,6 @@ device, and come up. On a GPU, or over the stand-in for the driver: the same cas
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -334,12 +333,3 @@ def _step(link: Any, bucket: Bucket, setting: Setting) -> None:
 
 def _await(completion: _native.Completion) -> None:
     assert completion.wait(TIMEOUT), f"not done within {TIMEOUT:g} s"
-
-
-def digest(results: Iterator[list[Array]]) -> str:
-    """As kernel_battery makes them of an operation's cases."""
-    found = hashlib.sha256()
-    for arrays in results:
-        for array in arrays:
-            found.update(array.tobytes())
-    return found.hexdigest()

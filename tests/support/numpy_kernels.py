@@ -77,16 +77,8 @@ class Span:
     def _run(self, operation: _native.Operation, hyper: Hyper | None, width: int) -> bool:
         work = self._works[width]
         if hyper is not None:
-            work.freeze(
-                lr=hyper.lr,
-                beta1=hyper.beta1,
-                beta2=hyper.beta2,
-                eps=hyper.eps,
-                weight_decay=hyper.weight_decay,
-                gradient_factor=hyper.gradient_factor,
-                l2=hyper.l2,
-                steps=[hyper.step],
-            )
+            frozen = dict(vars(hyper))
+            work.freeze(steps=[frozen.pop("step")], **frozen)
         return bool(work.run_all(operation, width))
 
     def step(self, hyper: Hyper) -> None:
