@@ -31,6 +31,7 @@ def backward(made: Rig) -> Gradients:
 ENDS = [
     *((end, "always", 0) for end in ("verdict", "replay", "undo, then step", "abandon", "quiesce", "digests")),
     *(("verdict", "always", 2), ("step", "never", 0), ("retract", "always", 0), ("restore", "always", 0)),
+    ("await_speculation", "always", 0),
 ]
 
 
@@ -48,10 +49,11 @@ def test_a_fault_at_every_end_of_a_bucket(settings: Settings, end: str, mode: st
         for _ in range(2):  # behind them journals have escapes, since moments are not all zero
             made.step_both(backward(made))
             made.check()
-        if end == "verdict":
+        before = end in ("verdict", "await_speculation")
+        if before:
             made.engine.pool.inject_fault(chunk, "a bit fell over")
         gradients = backward(made)
-        if end != "verdict":
+        if not before:
             for bucket in made.engine.buckets:
                 if bucket.running is not None:
                     bucket.running.wait()
@@ -65,7 +67,7 @@ def test_a_fault_at_every_end_of_a_bucket(settings: Settings, end: str, mode: st
                 made.step_both(gradients, max_grad_norm=1.0 if end == "replay" else None)
             else:
                 getattr(made.engine, end)(*made.shards[: end in ("retract", "restore")])
-        if end == "verdict":
+        if before:
             assert not made.engine.is_filling
         if end not in ("step", "replay", "undo, then step"):  # the same gradients once more: applied once
             for shard in reversed(made.shards):

@@ -13,10 +13,9 @@ from superoffload import AdamW, checkpoints
 from superoffload.errors import ArgumentError
 from superoffload.metrics import PER_STEP, TOTALS
 from tests.support.checkout import ROOT
-from tests.support.hugging_face import NEEDS, Counting, end, logs_of, model_of, trainer_of, transformers
+from tests.support.hugging_face import NEEDS, Counting, end, logs_of, model_of, sft, trainer_of, transformers
 from tests.support.optional_packages import needs
 from tests.support.over_stand_in import only_over_stand_in
-from tests.support.trl_trainers import sft
 
 pytestmark = pytest.mark.skipif(transformers is None, reason=NEEDS)
 

@@ -11,10 +11,9 @@ import torch
 
 from superoffload import AdamW
 from superoffload.errors import ArgumentError
-from tests.support.hugging_face import NEEDS, end, logs_of, model_of, trainer_of, transformers
+from tests.support.hugging_face import NEEDS, end, generating, logs_of, model_of, trainer_of, transformers
 from tests.support.optional_packages import needs
 from tests.support.over_stand_in import only_over_stand_in
-from tests.support.trl_trainers import generating
 
 pytestmark = [pytest.mark.skipif(transformers is None, reason=NEEDS), needs("trl", "datasets")]
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from superoffload import kernels
 from tests.support import kernel_inputs as cases
-from tests.support.guarded_arrays import GuardedSpan, assert_bits, assert_state
+from tests.support.guarded_arrays import GuardedSpan, assert_bits, assert_state, each_isa
 from tests.support.kernel_inputs import State
 from tests.support.reference import adam
 from tests.support.reference.adam import Hyper, Stepped
@@ -19,8 +19,6 @@ from tests.support.reference.fma import fma
 from tests.support.reference.stochastic import RandomWords, noise
 
 STREAM = (11 << 32) | 3
-
-each_isa = pytest.mark.parametrize("isa", kernels.available_isas())
 
 
 def hyper(step: int, factor: float = 1.0, *, l2: bool = False) -> Hyper:

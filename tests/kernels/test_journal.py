@@ -11,7 +11,7 @@ import pytest
 from superoffload import kernels
 from tests.support import kernel_battery as battery
 from tests.support import kernel_inputs as cases
-from tests.support.guarded_arrays import GuardedSpan, assert_state
+from tests.support.guarded_arrays import GuardedSpan, assert_state, each_isa
 from tests.support.kernel_inputs import State
 from tests.support.reference import adam, journal
 from tests.support.reference.adam import Hyper
@@ -19,7 +19,6 @@ from tests.support.reference.convert import narrow
 
 ISAS = kernels.available_isas()
 
-each_isa = pytest.mark.parametrize("isa", ISAS)
 each_mode = pytest.mark.parametrize("mode", ["adamw", "l2"])
 each_width = pytest.mark.parametrize("width", [1, 2])
 

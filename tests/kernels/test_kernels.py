@@ -13,14 +13,13 @@ import pytest
 from superoffload import kernels
 from tests.support import kernel_battery as battery
 from tests.support import kernel_inputs as cases
-from tests.support.guarded_arrays import GuardedSpan, assert_bits
+from tests.support.guarded_arrays import GuardedSpan, assert_bits, each_isa
 from tests.support.kernel_inputs import State
 from tests.support.reference import adam, convert
 from tests.support.reference.adam import Hyper
 
 ISAS = kernels.available_isas()
 
-each_isa = pytest.mark.parametrize("isa", ISAS)
 each_mode = pytest.mark.parametrize("mode", ["adamw", "l2"])
 
 

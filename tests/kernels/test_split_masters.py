@@ -6,16 +6,13 @@ from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 
 from superoffload import kernels
 from tests.support import kernel_inputs as cases
-from tests.support.guarded_arrays import GuardedSpan, assert_bits
+from tests.support.guarded_arrays import GuardedSpan, assert_bits, each_isa
 from tests.support.kernel_inputs import State
 from tests.support.reference import convert
 from tests.support.reference.adam import Float32Array, Hyper
-
-each_isa = pytest.mark.parametrize("isa", kernels.available_isas())
 
 # Upper halves where something ends: zero, denormals, one, the largest number, infinity, both kinds of NaN.
 UPPER_EDGES = (0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF)

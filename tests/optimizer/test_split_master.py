@@ -15,7 +15,7 @@ from superoffload import AdamW
 from superoffload.engine.schedule import Schedule
 from superoffload.errors import ArgumentError
 from tests.support.adamw_training import assert_worker_threads, check_counters, model_of, worker_threads
-from tests.support.link_runs import wide_model
+from tests.support.fake_cuda_training import wide_model
 from tests.support.split_masters import SPLIT, assert_split
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
+from superoffload import kernels
 from tests.support import numpy_kernels
 from tests.support.kernel_inputs import State
 from tests.support.reference.adam import Hyper, Stepped
@@ -14,6 +16,8 @@ from tests.support.reference.convert import FORMATS, Halves, bits, join
 
 GUARD_BYTES = 128
 GUARD_VALUE = 0xA5
+
+each_isa = pytest.mark.parametrize("isa", kernels.available_isas())
 
 
 def scalars_of(hyper: Hyper) -> dict[str, Any]:

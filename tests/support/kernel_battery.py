@@ -168,7 +168,7 @@ class Kernel:
 
     def pack(self, gradient: npt.NDArray[Any]) -> Arrays:
         out = np.empty_like(gradient)
-        return [out, numpy_kernels.pack(gradient, out)]
+        return [out, numpy_kernels.sum_of_squares(gradient, out)]
 
     def fold_sums(self, blocks: npt.NDArray[np.float64]) -> Arrays:
         return [np.array([numpy_kernels.fold_sums(blocks)])]

@@ -8,38 +8,33 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.links.cuda.blocks import early_buckets
-from tests.support.adamw_training import batch
-from tests.support.fake_cuda import Fake, LateLink, on_fake_device, on_host
-from tests.support.fake_cuda_training import blocks_of, count_gradients, out_of_memory, training
+from tests.support.adamw_training import batch, train
+from tests.support.fake_cuda import Fake, LateLink, on_fake_device
+from tests.support.fake_cuda_training import LATE, blocks_of, count_gradients, deep_model, out_of_memory, run, training
 from tests.support.fp32_gradients import needs_grad_dtype
-from tests.support.link_runs import LATE, deep_model, steps
 
 
 def digests_with(fake: Fake, at_step: Callable[[int, LateLink, AdamW], None], **options: Any) -> dict[str, str]:
-    model = deep_model(torch.bfloat16)
-    model.register_forward_pre_hook(lambda *_: fake.synchronize())
-    options = {"speculation": "always", "threads": 2, "bucket_numel": 1024, **options}
-    with on_fake_device(fake) as links, AdamW(model.parameters(), **options) as optimizer:
+    def program(model: nn.Module, optimizer: AdamW) -> None:
+        link: Any = optimizer._engine.link
         for seed in range(6):
             optimizer.zero_grad()
             batch(model, seed).backward()
-            at_step(seed, links[0], optimizer)
+            at_step(seed, link, optimizer)
             optimizer.step()
-        fake.synchronize()
-        assert fake.mismatches == 0
-        return optimizer.state_digests()
+
+    found = run(program, make=deep_model, fake=fake, **options)
+    assert fake.mismatches == 0
+    return found.digests
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, str]:
-    model = deep_model(torch.bfloat16)
-    with on_host(), AdamW(model.parameters(), speculation="always", threads=2, bucket_numel=1024) as optimizer:
-        steps(model, optimizer)
-        return optimizer.state_digests()
+    return run(train, make=deep_model).digests
 
 
 def test_no_more_than_there_was_room_for(fake: Fake, expected: dict[str, str]) -> None:
@@ -135,7 +130,7 @@ def test_memory_that_is_refused_is_done_without(fake: Fake, expected: dict[str, 
                 nonlocal allocations
                 allocations += 1
                 if allocations == 4:
-                    raise out_of_memory(of_allocator=True)
+                    raise out_of_memory()
                 return real(nbytes)
 
             device.empty = empty  # type: ignore[method-assign]  # a full device

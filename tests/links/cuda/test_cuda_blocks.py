@@ -15,10 +15,9 @@ from superoffload import AdamW
 from superoffload.links.cuda.blocks import early_buckets
 from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.timeline import PROCESSORS, read_trace
-from tests.support.adamw_training import batch
+from tests.support.adamw_training import batch, train
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device
-from tests.support.fake_cuda_training import blocks_of, count_gradients, training
-from tests.support.link_runs import LATE, deep_model, run_model, steps
+from tests.support.fake_cuda_training import LATE, blocks_of, count_gradients, deep_model, run, training
 
 Outcome = tuple[dict[str, str], int]
 
@@ -157,8 +156,7 @@ def on_two_streams(fake: Fake, seed: int, setting: Setting, *, side: int | None 
 
 
 def steps_on_host() -> dict[str, str]:
-    options = {"max_grad_norm": 0.5}
-    return run_model(partial(steps, seeds=range(4)), torch.bfloat16, options, lambda: None, deep_model)[0]
+    return run(partial(train, seeds=range(4)), make=deep_model, max_grad_norm=0.5).digests
 
 
 def test_a_block_goes_behind_the_kernel_that_reads_it(fake: Fake) -> None:

@@ -16,26 +16,41 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
+from superoffload.optimizer.packed_gradient import packed_in
 from tests.support.adamw_training import batch, grads_of, train
 from tests.support.fake_cuda import Fake
-from tests.support.freed_gradients import (
-    check,
-    on_the_device,
-    on_the_host,
-    seen,
-    steps,
-    taken_back,
-)
+from tests.support.fake_cuda_training import LATE, NEEDED_AGAIN, run, seen, taken_back
+
+
+def steps(model: nn.Module, optimizer: AdamW, between: Callable[[], Any] = lambda: None) -> list[Any]:
+    """``between``: after backward and before ``step()``."""
+    results = []
+    for seed in range(3):
+        optimizer.zero_grad()
+        batch(model, seed).backward()
+        results.append(seen(between()))
+        optimizer.step()
+    return results
+
+
+def check(fake: Fake, program: Callable[[Any, AdamW], Any], dtype: torch.dtype = torch.bfloat16) -> None:
+    """The bits of the host; the user learns, once, that gradients were brought back."""
+    expected = run(program, dtype)
+    for seed, placement in enumerate((None, {"gpu_fraction": 0.5})):
+        fake.delays(seed, LATE)
+        found = run(program, dtype, fake=fake, placement=placement)
+        assert found.bits == expected.bits, placement
+        assert sum(NEEDED_AGAIN in message for message in found.messages) == 1
+    assert fake.mismatches == 0
 
 
 def test_a_clip_that_changes_nothing_undoes_nothing(fake: Fake) -> None:
     def clip(model: nn.Module, optimizer: AdamW) -> Any:
         return steps(model, optimizer, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e9))
 
-    expected = on_the_host(clip, torch.bfloat16)
+    expected = run(clip)
     with taken_back() as taken:
-        found, *_ = on_the_device(fake, clip, torch.bfloat16)
-    assert found == expected
+        assert run(clip, fake=fake).bits == expected.bits
     assert not taken
 
 
@@ -54,12 +69,12 @@ def test_elements_that_are_swapped(fake: Fake, link: dict[str, Any]) -> None:
     def program(model: nn.Module, optimizer: AdamW) -> Any:
         return steps(model, optimizer, lambda: swap(model))
 
-    expected = on_the_host(program, torch.float32, made)
-    assert expected != on_the_host(steps, torch.float32, made)
+    expected = run(program, torch.float32, made)
+    assert expected.bits != run(steps, torch.float32, made).bits
     read_again = mock.patch("superoffload.engine.inbox.same_bits", side_effect=AssertionError("read again"))
     with taken_back() as taken, nullcontext() if link else read_again:
-        found, *_ = on_the_device(fake, program, torch.float32, made, link, bucket_numel=8192)
-    assert found == expected
+        found = run(program, torch.float32, made, fake=fake, link=link, bucket_numel=8192)
+    assert found.bits == expected.bits
     assert len(taken) == 3, "one in each of three steps"
 
 
@@ -73,13 +88,12 @@ def test_edits_that_leave_no_trace(fake: Fake) -> None:
             else:
                 grad.numpy()[...] *= 2
 
-    expected = on_the_host(
-        lambda model, optimizer: steps(model, optimizer, lambda: torch._foreach_mul_(grads_of(model), 2)), torch.float32
-    )
-    found, *_ = on_the_device(
-        fake, lambda model, optimizer: steps(model, optimizer, lambda: edit(model)), torch.float32
-    )
-    assert found[1] == expected[1]
+    def doubled(model: nn.Module) -> None:
+        torch._foreach_mul_(grads_of(model), 2)
+
+    expected = run(lambda model, optimizer: steps(model, optimizer, lambda: doubled(model)), torch.float32)
+    found = run(lambda model, optimizer: steps(model, optimizer, lambda: edit(model)), torch.float32, fake=fake)
+    assert found.digests == expected.digests
 
 
 # ---- looked at ------------------------------------------------------------------------------------------------------
@@ -151,17 +165,18 @@ def test_reading_before_and_after_step(fake: Fake) -> None:
 
 
 def test_what_was_added_or_set_to_zero_takes_no_memory(fake: Fake) -> None:
-    def two(model: nn.Module, optimizer: AdamW) -> None:
+    def freed(model: nn.Module) -> list[bool]:
+        return [packed is not None and packed.in_memory is None for packed in map(packed_in, grads_of(model))]
+
+    def program(model: nn.Module, optimizer: AdamW) -> None:
         batch(model, 0).backward()
         batch(model, 1).backward()
-
-    def zeroed(model: nn.Module, optimizer: AdamW) -> None:
+        assert freed(model) == [True] * 6
         train(model, optimizer, range(2))
         optimizer.zero_grad(set_to_none=False)
+        assert freed(model) == [True] * 6
 
-    for program in (two, zeroed):
-        *_, freed = on_the_device(fake, program, torch.bfloat16)
-        assert freed == 6
+    run(program, fake=fake)
 
 
 def test_backwards_in_threads(fake: Fake) -> None:

@@ -21,10 +21,8 @@ from superoffload.links.cuda import link as cuda_link
 from superoffload.links.cuda.pinned import free_bytes, node_of
 from tests.support.adamw_training import batch, train
 from tests.support.fake_cuda import Fake, garbage_like, on_fake_device, on_host
-from tests.support.fake_cuda_training import blocks_of, host_digests, quick_collections, training
+from tests.support.fake_cuda_training import blocks_of, branches, deep_model, host_digests, quick_collections, training
 from tests.support.fp32_gradients import add_to_main_grad
-from tests.support.freed_gradients import branches
-from tests.support.link_runs import deep_model
 
 OUT_OF_MEMORY = 2
 BEHIND = 1_700_000.0  # microseconds: less than as many waits of a link as there are buckets

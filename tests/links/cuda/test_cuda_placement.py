@@ -17,16 +17,9 @@ from superoffload.engine.placement import move_state
 from superoffload.errors import DeviceError, KernelsUnavailable, StateError, TornStep
 from tests.support.adamw_training import batch, model_of, train
 from tests.support.fake_cuda import Fake, on_fake_device
-from tests.support.fake_cuda_training import moves_behind_the_stream, out_of_memory, training
-from tests.support.link_runs import deep_model, run_on_host, steps
+from tests.support.fake_cuda_training import deep_model, out_of_memory, run, training
 
 HALF = {"gpu_fraction": 0.5}
-
-
-@pytest.fixture(autouse=True)
-def _moves(fake: Fake) -> Iterator[None]:
-    with moves_behind_the_stream(fake):
-        yield
 
 
 @contextmanager
@@ -82,31 +75,28 @@ def test_a_device_that_fails_in_the_middle_leaves_the_optimizer_unusable(
 
 def test_state_that_finds_no_room_stays_where_it_was(fake: Fake) -> None:
     """The first step's order asks for other parameters; some of them cannot be moved to the device."""
-    expected, _ = run_on_host(steps, torch.float32, max_grad_norm=0.5)
+    expected = run(train, torch.float32, max_grad_norm=0.5)
     moved: list[str] = []
 
     def move(shard: Shard, device: torch.device | None) -> None:
         if device is not None and moved:
-            raise out_of_memory(of_allocator=True)
-        fake.synchronize()
+            raise out_of_memory()
         move_state(shard, device)
         moved.append(shard.name)
 
-    with mock.patch("superoffload.engine.layout.move_state", move), on_fake_device(fake):
-        model = model_of(torch.float32)
-        model.register_forward_pre_hook(lambda *_: fake.synchronize())
-        options: dict[str, Any] = {"speculation": "always", "threads": 2, "bucket_numel": 1024, "max_grad_norm": 0.5}
-        with (
-            mock.patch("superoffload.engine.placement.Placer.choose_first", lambda placer, sizes: set()),
-            AdamW(model.parameters(), placement={"gpu_fraction": 1.0}, **options) as optimizer,
-        ):
-            steps(model, optimizer)
-            fake.synchronize()
-            assert optimizer.state_digests() == expected
-            placement = optimizer.placement
-            assert placement is not None and len(moved) == 1
-            assert "the accelerator had no room left for" in placement["why"]
-            assert 0 < placement["params_on_device"] < sum(p.numel() for p in model.parameters())
+    def program(model: nn.Module, optimizer: AdamW) -> None:
+        train(model, optimizer)
+        placement = optimizer.placement
+        assert placement is not None and len(moved) == 1
+        assert "the accelerator had no room left for" in placement["why"]
+        assert 0 < placement["params_on_device"] < sum(p.numel() for p in model.parameters())
+
+    with (
+        mock.patch("superoffload.engine.layout.move_state", move),
+        mock.patch("superoffload.engine.placement.Placer.choose_first", lambda placer, sizes: set()),
+    ):
+        found = run(program, torch.float32, fake=fake, max_grad_norm=0.5, placement={"gpu_fraction": 1.0})
+    assert found.digests == expected.digests
 
 
 def test_without_kernels_it_is_refused(fake: Fake) -> None:

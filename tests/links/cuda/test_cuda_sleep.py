@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -13,22 +12,9 @@ from superoffload.errors import DeviceError, HostMemoryError, StateError
 from superoffload.host.memory import refused
 from tests.support.adamw_training import train
 from tests.support.fake_cuda import Fake
-from tests.support.fake_cuda_training import (
-    host_digests,
-    moves_behind_the_stream,
-    out_of_memory,
-    quick_collections,
-    training,
-)
-from tests.support.link_runs import LATE
+from tests.support.fake_cuda_training import LATE, host_digests, out_of_memory, quick_collections, training
 
 PLACED = {"gpu_fraction": 0.5}
-
-
-@pytest.fixture(autouse=True)
-def _moves(fake: Fake) -> Iterator[None]:
-    with moves_behind_the_stream(fake):
-        yield
 
 
 @pytest.mark.parametrize(
@@ -89,7 +75,7 @@ def test_host_or_device_without_room_at_wake_leaves_it_asleep(fake: Fake) -> Non
             optimizer.wake()
         assert (fake.registered_bytes(), optimizer.stats()["params_on_device"]) == (pinned, 0)
         with (
-            mock.patch("superoffload.engine.layout.move_state", side_effect=out_of_memory(of_allocator=True)),
+            mock.patch("superoffload.engine.layout.move_state", side_effect=out_of_memory()),
             pytest.raises(DeviceError, match=r"wake\(\): .*no room on the device.*still asleep"),
         ):
             optimizer.wake()

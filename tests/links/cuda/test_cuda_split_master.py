@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,8 +19,7 @@ from superoffload.engine.engine import Engine
 from superoffload.engine.placement import Placer
 from tests.support.adamw_training import batch, model_of, train, weights
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
-from tests.support.fake_cuda_training import moves_behind_the_stream, training
-from tests.support.link_runs import LATE
+from tests.support.fake_cuda_training import LATE, training
 from tests.support.split_masters import (
     SPLIT,
     TIES,
@@ -32,12 +31,6 @@ from tests.support.split_masters import (
     state_of,
     tied,
 )
-
-
-@pytest.fixture(autouse=True)
-def _moves(fake: Fake) -> Iterator[None]:
-    with moves_behind_the_stream(fake):
-        yield
 
 
 def steps(model: nn.Module, optimizer: AdamW) -> None:
