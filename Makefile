@@ -32,7 +32,7 @@ OLD_DEEPSPEED := build/deepspeed-0.18.0
 SVE_BYTES := 32 64
 emulated_cpu = -cpu max,sve-default-vector-length=$(1)
 # The tests of `make check`: without ranks, training or programs of their own.
-CHECKED := checkpoints/loading checkpoints/manifests checkpoints/saving engine/bucket_fates engine/bucket_states \
+CHECKED := checkpoints/loading checkpoints/manifests checkpoints/saving engine/bucket_states engine/speculation \
     engine/placement engine/schedule engine/two_phase engine/verdict engine/worker_faults kernels/bit_sums \
     kernels/float_environment kernels/journal kernels/kernels kernels/reference links/cuda/cuda_link \
     links/cuda/cuda_parameters links/cuda/cuda_streams optimizer/adamw optimizer/cpu_adamw \

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -18,17 +16,8 @@ HYPER = GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1)
 KINDS = ("plain", "plain", "clip", "spike", "nan", "new hyper-parameters", "other factor", "abandon")
 
 
-def backward(made: Rig, kind: str) -> dict[int, npt.NDArray[Any]]:
-    gradients: dict[int, npt.NDArray[Any]] = {}
-    for shard in reversed(made.shards):
-        poison = math.nan if kind == "nan" and shard.index == 0 else None
-        gradients[shard.index] = made.gradient(shard, 1e3 if kind == "spike" else 1.0, poison)
-        made.arrive(shard, gradients[shard.index])
-    return gradients
-
-
 def step(made: Rig, kind: str) -> None:
-    gradients = backward(made, kind)
+    gradients = made.backward(1e3 if kind == "spike" else 1.0, math.nan if kind == "nan" else None)
     made.check_published_unchanged()
     if kind == "new hyper-parameters":
         made.set_hyper(0, replace(made.hypers[0], lr=made.hypers[0].lr / 2))

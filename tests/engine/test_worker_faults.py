@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
-from typing import Any
 
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -15,17 +13,9 @@ from superoffload import AdamW
 from superoffload.engine.bucket import GroupHyper
 from superoffload.errors import StateError, WorkerError
 from tests.support.adamw_training import run_python
-from tests.support.engine_rig import COUNTERS, Rig, Settings, rig
+from tests.support.engine_rig import COUNTERS, Settings, rig
 
 HYPER = GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1)
-Gradients = dict[int, npt.NDArray[Any]]
-
-
-def backward(made: Rig) -> Gradients:
-    gradients = {shard.index: made.gradient(shard) for shard in made.shards}
-    for shard in reversed(made.shards):
-        made.arrive(shard, gradients[shard.index])
-    return gradients
 
 
 ENDS = [
@@ -47,12 +37,12 @@ def test_a_fault_at_every_end_of_a_bucket(settings: Settings, end: str, mode: st
     """While speculating the step is abandoned; behind the verdict, and while undoing, what was begun is completed."""
     with rig(replace(settings, mode=mode)) as made:
         for _ in range(2):  # behind them journals have escapes, since moments are not all zero
-            made.step_both(backward(made))
+            made.step_both(made.backward())
             made.check()
         before = end in ("verdict", "await_speculation")
         if before:
             made.engine.pool.inject_fault(chunk, "a bit fell over")
-        gradients = backward(made)
+        gradients = made.backward()
         if not before:
             for bucket in made.engine.buckets:
                 if bucket.running is not None:
@@ -76,7 +66,7 @@ def test_a_fault_at_every_end_of_a_bucket(settings: Settings, end: str, mode: st
             made.step_both(gradients)
         made.check()
         for max_grad_norm in (None, 1.0):
-            made.step_both(backward(made), max_grad_norm=max_grad_norm)
+            made.step_both(made.backward(), max_grad_norm=max_grad_norm)
             made.check()
 
 

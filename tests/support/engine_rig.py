@@ -141,6 +141,14 @@ class Rig:
     def arrive(self, shard: Shard, gradient: npt.NDArray[Any], *, in_backward: bool = True) -> None:
         self.engine.arrive(shard, to_tensor(gradient), in_backward=in_backward)
 
+    def backward(self, scale: float = 1.0, poison: float | None = None) -> dict[int, npt.NDArray[Any]]:
+        """All gradients, in the order of backward; ``poison`` goes to the last."""
+        gradients = {}
+        for shard in reversed(self.shards):
+            gradients[shard.index] = self.gradient(shard, scale, None if shard.index else poison)
+            self.arrive(shard, gradients[shard.index])
+        return gradients
+
     def set_hyper(self, group: int, hyper: GroupHyper) -> None:
         self.hypers[group] = hyper
 
