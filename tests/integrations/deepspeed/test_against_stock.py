@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.deepspeed import stock_kernel
+from tests.integrations.deepspeed import stock_kernel
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import CLIP_SOME, SCENARIOS, WAYS, Scenario, compare
 from tests.support.deepspeed.training import Small, config, end, make_engine, masters, run_steps
