@@ -32,15 +32,14 @@ OLD_DEEPSPEED := build/deepspeed-0.18.0
 SVE_BYTES := 32 64
 emulated_cpu = -cpu max,sve-default-vector-length=$(1)
 # The tests of `make check`: without ranks, training or programs of their own.
-CHECKED := checkpoints/loading checkpoints/manifests checkpoints/saving engine/bucket_fates engine/bucket_states engine/later_delivery \
+CHECKED := checkpoints/loading checkpoints/manifests checkpoints/saving engine/bucket_states engine/speculation \
     engine/placement engine/schedule engine/two_phase engine/verdict engine/worker_faults kernels/bit_sums \
     kernels/float_environment kernels/journal kernels/kernels kernels/reference links/cuda/cuda_link \
     links/cuda/cuda_parameters links/cuda/cuda_streams optimizer/adamw optimizer/cpu_adamw \
-    optimizer/delivery optimizer/delivery_readers optimizer/edited_gradients optimizer/grad_scaler \
-    optimizer/hyper_parameters optimizer/metrics optimizer/parameter_writes \
-    optimizer/second_backward optimizer/timeline optimizer/unknown_arguments optimizer/unusual_parameters \
-    project/docs project/packaging project/public_names tools/plan tools/plan_inputs tools/verify \
-    tools/command_line tools/doctor
+    optimizer/changed_groups optimizer/delivery optimizer/edited_gradients \
+    optimizer/metrics optimizer/parameter_writes optimizer/second_backward optimizer/timeline \
+    optimizer/unknown_arguments optimizer/unusual_parameters optimizer/user_code project/docs project/packaging \
+    project/public_names tools/plan tools/plan_inputs tools/verify tools/command_line tools/doctor
 TARGETS := demo test check docs build lint types format native-test clang-test sanitize-addresses sanitize-threads \
     sanitize arm-test arm-python-test old-cpu-test grace cuda-kernels old-deepspeed-test benchmarks-test \
     fresh-clone-test release-test gpu-extension slot clean

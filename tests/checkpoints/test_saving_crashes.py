@@ -14,7 +14,7 @@ from tests.support import disk_faults
 
 
 def test_every_call_to_the_disk(tmp_path: Path) -> None:
-    done = disk_faults.run("tests.support.crash_program", str(tmp_path), limit=280)
+    done = disk_faults.run("tests.checkpoints.crash_program", str(tmp_path), limit=280)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     counts = result["counts"]

@@ -25,9 +25,18 @@ from torch.distributed.checkpoint.state_dict import (
 
 from superoffload import AdamW, checkpoints
 from superoffload.checkpoints import part_files as parts
-from tests.support.layouts import layouts
 from tests.support.over_stand_in import only_over_stand_in
-from tests.support.rank_processes import Net, error_of, net, on_ranks, on_stages, optimizer_of, tokens_of, whole
+from tests.support.rank_processes import (
+    Net,
+    error_of,
+    layouts,
+    net,
+    on_ranks,
+    on_stages,
+    optimizer_of,
+    tokens_of,
+    whole,
+)
 from tests.support.saved_ranks import build, step
 
 State = dict[str, Any]

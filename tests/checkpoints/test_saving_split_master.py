@@ -18,7 +18,7 @@ from superoffload.engine.schedule import Schedule
 from superoffload.optimizer import state_dict
 from tests.support.adamw_training import Reordered, TorchAdamW, model_of, train
 from tests.support.carried_state import Carry, as_dict, in_a_folder, in_the_background, through_a_file
-from tests.support.host_link import over_host_link
+from tests.support.fake_cuda import on_host
 from tests.support.split_masters import SPLIT, assert_split, away, bits_of, same_bits, same_states, shard_of
 
 from tests.support.split_masters import state_of, tied  # isort: skip
@@ -101,7 +101,7 @@ def test_saved_while_buckets_are_laid_out_anew(mode: str, memory: int, tmp_path:
         write(*arguments)
 
     with (
-        over_host_link(),
+        on_host(),
         mock.patch.object(TensorFile, "write", late),
         mock.patch.object(Schedule, "share_to_publish", lambda *_: 1.0),
         AdamW(model.parameters(), speculation="always" if mode == "always" else "never", **options) as optimizer,

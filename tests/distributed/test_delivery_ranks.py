@@ -17,9 +17,8 @@ from superoffload.engine.schedule import Schedule
 from superoffload.engine.tail import Tail
 from superoffload.integrations.fsdp2 import ShardedModule
 from tests.support.fsdp2_cases import Case, build, train
-from tests.support.layouts import layouts
 from tests.support.rank_faults import assert_found, train_until_error
-from tests.support.rank_processes import loss_of, net, on_ranks, optimizer_of, tokens_of
+from tests.support.rank_processes import layouts, loss_of, net, on_ranks, optimizer_of, tokens_of
 
 GROUPED = Case(tied=True, grouped=True, layers=3, rank_check="light")
 AHEAD = Case(layers=4, prefetch=2, unshards=True, evaluates=True)

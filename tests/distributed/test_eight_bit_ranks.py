@@ -1,4 +1,4 @@
-"""8-bit moments on several ranks: each shard has blocks of its own, wherever sharding cuts the parameter."""
+"""8-bit moments among ranks, and the noise of rounded ones: that of one process, however parameters lie over ranks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from superoffload import AdamW, checkpoints
 from superoffload.host.tensors import local_of
-from tests.support.rank_processes import flat_mesh, loss_of, net, on_ranks, optimizer_of, shard, whole
+from tests.support.rank_processes import flat_mesh, loss_of, mesh_of, net, on_ranks, optimizer_of, shard, whole
 from tests.support.reference import adam, eight_bit
 from tests.support.reference.stochastic import noise
 from tests.support.split_masters import same_bits, shard_of
@@ -103,3 +105,53 @@ def test_other_ranks_load_what_blocks_of_their_own_can_hold(tmp_path: Path) -> N
             checkpoints.load(tmp_path / "a", model, exact)
             for ours, theirs in zip(shards_of(exact), wholes, strict=True):
                 assert all(torch.equal(one.float(), other.float()) for one, other in zip(ours, theirs, strict=True))
+
+
+SHAPES = {"rows.weight": (64, 40), "columns.weight": (24, 70), "experts.weight": (4, 30, 28)}
+CUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
+    "rows and columns": ((2, 2), (Shard(0), Shard(1))),
+    "last dimension, uneven": ((4,), (Shard(-1),)),
+}
+
+
+def values(seed: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=random).bfloat16() for name, shape in SHAPES.items()}
+
+
+def trained(names: list[str], cut: str | None, speculation: str) -> dict[str, list[Tensor]]:
+    """Parameter, master and moments, whole, after steps with given gradients."""
+
+    def laid_out(tensor: Tensor) -> Tensor:
+        if cut is None:
+            return tensor.clone()
+        sizes, placements = CUTS[cut]
+        whole: Tensor = distribute_tensor(tensor, mesh_of(*sizes), placements)
+        return whole
+
+    params = {name: nn.Parameter(laid_out(values(0)[name])) for name in names}
+    with AdamW(list(params.items()), lr=1e-2, state_dtype="bf16", seed=3, speculation=speculation) as optimizer:
+        for step in range(1, 5):
+            optimizer.zero_grad()
+            for name, param in params.items():
+                (param * 1.0).backward(laid_out(values(step)[name]))
+            optimizer.step()
+        optimizer.synchronize()
+        found = {}
+        for name, param in params.items():
+            state = optimizer.state[param]
+            kept = (param.detach(), state["master"], state["exp_avg"], state["exp_avg_sq"])
+            found[name] = [one.full_tensor() if isinstance(one, DTensor) else one.clone() for one in kept]
+        return found
+
+
+def same_as_whole(cut: str) -> None:
+    """Whole parameters come in another order."""
+    parts, whole = trained(list(SHAPES), cut, "always"), trained(list(reversed(SHAPES)), None, "never")
+    for name in SHAPES:
+        assert all(map(same_bits, parts[name], whole[name])), name
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_parts_have_the_bits_of_the_whole_parameter(cut: str) -> None:
+    on_ranks(4, same_as_whole, cut)

@@ -19,8 +19,8 @@ from superoffload.integrations.fsdp2 import keep_reduced_gradients
 from superoffload.optimizer.packed_gradient import packed_in
 from tests.support.adamw_training import model_of
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
+from tests.support.fake_cuda_training import LATE
 from tests.support.fp32_gradients import add_to_main_grad, by_kernels, needs_grad_dtype, parameters_of, precise_loss
-from tests.support.link_runs import LATE
 from tests.support.rank_processes import BF16, data_rank, error_of, flat_mesh, net, on_ranks, optimizer_of, shard
 
 from tests.support.rank_processes import tokens_of, whole  # isort: skip

@@ -1,4 +1,4 @@
-"""How shards are laid out in buckets. (The life of a bucket: test_bucket_fates.py, and the simulator.)"""
+"""How shards are laid out in buckets. (The life of a bucket: tests/fuzz, tests/simulator.)"""
 
 from __future__ import annotations
 

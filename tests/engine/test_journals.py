@@ -14,11 +14,8 @@ from tests.support.engine_rig import Rig, Settings, rig
 FOUR = Settings([[4096] * 4], bucket_numel=4096)  # four buckets
 
 
-def step(made: Rig, scale: float = 1.0) -> None:
-    gradients = {shard.index: made.gradient(shard, scale) for shard in made.shards}
-    for shard in reversed(made.shards):
-        made.arrive(shard, gradients[shard.index])
-    made.step_both(gradients)
+def step(made: Rig) -> None:
+    made.step_both(made.backward())
     made.check()
 
 
@@ -47,8 +44,7 @@ def test_a_failed_speculation_gives_its_room_back() -> None:
     """Else the journals would not begin at the front again, and later steps would find no room."""
     with rig(FOUR, width=1, arena=0.25) as made:
         made.engine.pool.inject_fault(2, "a bit fell over")
-        for shard in reversed(made.shards):
-            made.arrive(shard, made.gradient(shard))
+        made.backward()
         verdict = made.engine.decide(unscale=1.0, max_grad_norm=None)
         with pytest.raises(WorkerError, match="a bit fell over"):
             made.engine.apply(verdict)

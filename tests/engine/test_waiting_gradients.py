@@ -16,7 +16,7 @@ from superoffload.errors import ArgumentError
 from superoffload.integrations.accelerate import AccelerateWindow
 from superoffload.optimizer import intake
 from superoffload.optimizer.tracked_param import ready_gradients
-from tests.support.host_link import over_host_link
+from tests.support.fake_cuda import on_host
 
 SIZES = (100, 100, 100, 100)
 
@@ -39,7 +39,7 @@ def made(sizes: Sequence[int] = SIZES, **options: Any) -> tuple[list[nn.Paramete
     """After two steps: the order of backward is known."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(size)) for size in sizes]
-    with over_host_link():
+    with on_host():
         optimizer = AdamW(params, lr=0.1, threads=1, **{"speculation": "never", "bucket_numel": 1 << 16, **options})
     for _ in range(2):
         backward(params)
@@ -88,7 +88,7 @@ def test_buckets_are_laid_out_anew_while_gradients_wait() -> None:
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(100).bfloat16()) for _ in range(5)]
     *several, late = params
-    with over_host_link(), AdamW(params, lr=0.1, speculation="never", threads=1, bucket_numel=1 << 16) as optimizer:
+    with on_host(), AdamW(params, lr=0.1, speculation="never", threads=1, bucket_numel=1 << 16) as optimizer:
         for _ in range(2):
             backward(several)
             optimizer.step()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
-from typing import Any
 
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -15,22 +13,15 @@ from superoffload import AdamW
 from superoffload.engine.bucket import GroupHyper
 from superoffload.errors import StateError, WorkerError
 from tests.support.adamw_training import run_python
-from tests.support.engine_rig import COUNTERS, Rig, Settings, rig
+from tests.support.engine_rig import COUNTERS, Settings, rig
 
 HYPER = GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1)
-Gradients = dict[int, npt.NDArray[Any]]
-
-
-def backward(made: Rig) -> Gradients:
-    gradients = {shard.index: made.gradient(shard) for shard in made.shards}
-    for shard in reversed(made.shards):
-        made.arrive(shard, gradients[shard.index])
-    return gradients
 
 
 ENDS = [
     *((end, "always", 0) for end in ("verdict", "replay", "undo, then step", "abandon", "quiesce", "digests")),
     *(("verdict", "always", 2), ("step", "never", 0), ("retract", "always", 0), ("restore", "always", 0)),
+    ("await_speculation", "always", 0),
 ]
 
 
@@ -46,12 +37,13 @@ def test_a_fault_at_every_end_of_a_bucket(settings: Settings, end: str, mode: st
     """While speculating the step is abandoned; behind the verdict, and while undoing, what was begun is completed."""
     with rig(replace(settings, mode=mode)) as made:
         for _ in range(2):  # behind them journals have escapes, since moments are not all zero
-            made.step_both(backward(made))
+            made.step_both(made.backward())
             made.check()
-        if end == "verdict":
+        before = end in ("verdict", "await_speculation")
+        if before:
             made.engine.pool.inject_fault(chunk, "a bit fell over")
-        gradients = backward(made)
-        if end != "verdict":
+        gradients = made.backward()
+        if not before:
             for bucket in made.engine.buckets:
                 if bucket.running is not None:
                     bucket.running.wait()
@@ -65,7 +57,7 @@ def test_a_fault_at_every_end_of_a_bucket(settings: Settings, end: str, mode: st
                 made.step_both(gradients, max_grad_norm=1.0 if end == "replay" else None)
             else:
                 getattr(made.engine, end)(*made.shards[: end in ("retract", "restore")])
-        if end == "verdict":
+        if before:
             assert not made.engine.is_filling
         if end not in ("step", "replay", "undo, then step"):  # the same gradients once more: applied once
             for shard in reversed(made.shards):
@@ -74,7 +66,7 @@ def test_a_fault_at_every_end_of_a_bucket(settings: Settings, end: str, mode: st
             made.step_both(gradients)
         made.check()
         for max_grad_norm in (None, 1.0):
-            made.step_both(backward(made), max_grad_norm=max_grad_norm)
+            made.step_both(made.backward(), max_grad_norm=max_grad_norm)
             made.check()
 
 

@@ -16,7 +16,7 @@ from tests.support import device_battery as battery
 from tests.support import kernel_inputs as cases
 from tests.support.device_battery import Place, Setting, Types
 from tests.support.guarded_arrays import assert_bits
-from tests.support.kernel_battery import RECORDED, span_cases
+from tests.support.kernel_battery import RECORDED, digest, span_cases
 from tests.support.reference.bit_sums import bit_sums
 
 PLACES = ("stand-in", pytest.param("gpu", marks=pytest.mark.gpu))
@@ -45,7 +45,7 @@ def expected(setting: Setting) -> list[battery.Stepped]:
     """By the CPU's kernels; where moments are fp32 they have the digest that the repository keeps."""
     found = battery.stepped_by_pipeline(battery.this_processor(), setting)
     if setting.moments == "fp32":
-        assert battery.digest(one.results for one in found) == recorded()[setting.recorded]
+        assert digest(one.results for one in found) == recorded()[setting.recorded]
     return found
 
 
@@ -107,7 +107,7 @@ def test_packed_gradients_and_norms(place: Place, form: str, resident: bool) -> 
     for number, (one, other) in enumerate(zip(there, here, strict=True)):
         for name, got, wanted in zip(("packed gradient", "block sums"), one, other, strict=True):
             assert_bits(name, got, wanted, f"gradient {number}")
-    assert battery.digest(iter(there)) == recorded()[f"pack {form}"]
+    assert digest(there) == recorded()[f"pack {form}"]
 
 
 @pytest.mark.parametrize("form", cases.FORMATS)

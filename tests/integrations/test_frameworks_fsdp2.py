@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW, checkpoints
-from tests.support.layouts import layouts
 from tests.support.optional_packages import needs
 from tests.support.rank_processes import (
     Stage,
     cut,
     error_of,
     flat_mesh,
+    layouts,
     loss_of,
     net,
     on_mesh,
@@ -224,8 +224,7 @@ def llama(folder: str) -> Any:
 def trained(kind: str, folder: str, mode: str | None, resume: str | None = None, **options: Any) -> Any:
     """In a rank: (loss, norm) of each step, and digests. Where it generates and speculates, it sleeps meanwhile."""
     from superoffload.integrations.transformers import offload
-    from tests.support.hugging_face import end, logs_of, trainer_of
-    from tests.support.trl_trainers import generating, sft
+    from tests.support.hugging_face import end, generating, logs_of, sft, trainer_of
 
     with on_the_cpu():
         if kind == "Trainer":
@@ -293,8 +292,7 @@ def unequal_stages(framework: str, folder: str) -> str:
     from accelerate.state import AcceleratorState
 
     from superoffload.integrations.transformers import offload
-    from tests.support.hugging_face import model_of, trainer_of
-    from tests.support.trl_trainers import generating, sft
+    from tests.support.hugging_face import generating, model_of, sft, trainer_of
 
     layers = 1 + dist.get_rank()
     stage = partial(model_of, layers=layers)

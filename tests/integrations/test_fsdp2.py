@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from superoffload import AdamW
 from tests.support.fsdp2_cases import STEPS, Case, build, train
-from tests.support.layouts import layouts
 from tests.support.rank_processes import (
     BF16,
     error_of,
     flat_mesh,
+    layouts,
     net,
     on_ranks,
     optimizer_of,

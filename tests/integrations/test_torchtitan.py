@@ -111,7 +111,7 @@ def train(folder: Path, ranks: int, cases: dict[str, list[str]]) -> list[Seen]:
     listed = [{"name": name, "arguments": [*given, "--dump_folder", str(folder)]} for name, given in cases.items()]
     (folder / "cases.json").write_text(json.dumps(listed))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    program = ["-m", "tests.support.titan_program", str(folder), str(folder / "cases.json")]
+    program = ["-m", "tests.integrations.titan_program", str(folder), str(folder / "cases.json")]
     done = subprocess.run([*launch, *program], cwd=ROOT, capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]

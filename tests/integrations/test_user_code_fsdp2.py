@@ -18,12 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 from superoffload import AdamW
 from superoffload.host.tensors import local_of
 from tests.support.adamw_training import TorchAdamW
-from tests.support.layouts import RANKS, layouts
 from tests.support.rank_processes import (
+    RANKS,
     Net,
     data_rank,
     error_of,
     flat_mesh,
+    layouts,
     net,
     on_ranks,
     optimizer_of,

@@ -93,7 +93,7 @@ def seen_by(folder: Path, ranks: int, cases: list[dict[str, Any]]) -> list[Seen]
     """Runs the cases one after another on ``ranks`` processes; returns what each rank saw."""
     (folder / "cases.json").write_text(json.dumps(cases))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    program = ["-m", "tests.support.verl_program", str(folder), str(folder / "cases.json")]
+    program = ["-m", "tests.integrations.verl_program", str(folder), str(folder / "cases.json")]
     done = subprocess.run([*launch, *program], cwd=ROOT, capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from superoffload import kernels
 from tests.support import kernel_inputs as cases
-from tests.support.guarded_arrays import GuardedSpan, assert_bits, assert_state, kernel_hyper
+from tests.support.guarded_arrays import GuardedSpan, assert_bits, assert_state, each_isa
 from tests.support.kernel_inputs import State
 from tests.support.reference import adam
 from tests.support.reference.adam import Hyper, Stepped
@@ -19,8 +19,6 @@ from tests.support.reference.fma import fma
 from tests.support.reference.stochastic import RandomWords, noise
 
 STREAM = (11 << 32) | 3
-
-each_isa = pytest.mark.parametrize("isa", kernels.available_isas())
 
 
 def hyper(step: int, factor: float = 1.0, *, l2: bool = False) -> Hyper:
@@ -34,12 +32,6 @@ def zeros(numel: int) -> State:
 
 def stepped(old: State, gradient: NDArray[np.uint16], of: Hyper, published: str = "bf16", first: int = 0) -> Stepped:
     return adam.step(*old, gradient, published, of, noise(gradient.size, STREAM, of.step, first))
-
-
-def expect(guarded: GuardedSpan, expected: Stepped, context: str) -> None:
-    assert_state(guarded.state, State(*expected[:3]), context)
-    assert_bits("shadow", guarded.shadow, expected.shadow, context)
-    guarded.check(context)
 
 
 def elements_that_show(
@@ -76,8 +68,8 @@ def test_the_last_bit_before_rounding_is_right(isa: str, moment: str) -> None:
     gradient[at[at >= 0]] = g[at >= 0]
     with kernels.using_isa(isa):
         guarded = GuardedSpan(old, gradient, "bf16", noise_stream=STREAM)
-        guarded.span.step(kernel_hyper(hyper(4)))
-    expect(guarded, stepped(old, gradient, hyper(4)), moment)
+        guarded.span.step(hyper(4))
+    guarded.expect(stepped(old, gradient, hyper(4)), moment)
 
 
 @each_isa
@@ -96,19 +88,19 @@ def test_every_way_to_step_is_the_reference(isa: str, published: str, kind: str)
         with kernels.using_isa(isa):
             guarded = GuardedSpan(old, gradient, published, start, noise_stream=STREAM, first_index=first)
             stored = guarded.remainders.copy()
-            assert guarded.span.step_journaled(kernel_hyper(h), width)
-            expect(guarded, after, f"journaled step, {context}")
+            assert guarded.span.step_journaled(h, width)
+            guarded.expect(after, f"journaled step, {context}")
             guarded.span.undo()
             assert_state(guarded.state, old, f"undo, {context}")
-            guarded.span.publish(kernel_hyper(h))
+            guarded.span.publish(h)
             assert_bits("shadow", guarded.shadow, after.shadow, f"publish, {context}")
             assert_bits("masters or remainders", guarded.remainders, stored, f"publish, {context}")
-            guarded.span.settle(kernel_hyper(h))
-            expect(guarded, after, f"settle, {context}")
+            guarded.span.settle(h)
+            guarded.expect(after, f"settle, {context}")
             guarded = GuardedSpan(old, gradient, published, start, noise_stream=STREAM, first_index=first)
-            assert guarded.span.step_journaled(kernel_hyper(h), width)
-            guarded.span.replay(kernel_hyper(clipped))
-            expect(guarded, stepped(old, gradient, clipped, published, first), f"replay, {context}")
+            assert guarded.span.step_journaled(h, width)
+            guarded.span.replay(clipped)
+            guarded.expect(stepped(old, gradient, clipped, published, first), f"replay, {context}")
 
 
 def test_rounding_has_no_bias() -> None:
@@ -117,7 +109,7 @@ def test_rounding_has_no_bias() -> None:
     old = zeros(numel)
     ones: Any = np.full(numel, 0x3F80, np.uint16)
     guarded = GuardedSpan(State(old.master, ones, ones), np.zeros(numel, np.uint16), "bf16", noise_stream=STREAM)
-    guarded.span.step(kernel_hyper(hyper(1000)))
+    guarded.span.step(hyper(1000))
     spread = 2.0**-8 / np.sqrt(numel)  # standard error of the mean is below this
     assert abs(widen(guarded.state.exp_avg_sq).astype(np.float64).mean() - 0.999) < 5 * spread
     assert abs(widen(guarded.state.exp_avg).astype(np.float64).mean() - 0.9) < 5 * spread

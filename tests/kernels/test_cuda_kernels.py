@@ -14,35 +14,12 @@ from superoffload import _native
 from superoffload.links.cuda import geometry
 from tests.support import emulated_kernels, numpy_kernels
 from tests.support import kernel_inputs as cases
-from tests.support.emulated_kernels import NAMES
-from tests.support.guarded_arrays import Guarded, assert_bits, kernel_hyper, scalars_of
-from tests.support.kernel_battery import norm_inputs
+from tests.support.guarded_arrays import Guarded, assert_bits, scalars_of
 from tests.support.reference.bit_sums import BLOCK_BYTES, bit_sums, number_of
 from tests.support.reference.convert import narrow
 
 NO_SCALES = (0, 0)  # which only 8-bit moments have
 WORDS = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16}
-
-
-@pytest.mark.parametrize("form", NAMES)
-def test_packed_bits_and_sums_are_those_of_the_native_kernel(form: str) -> None:
-    """With sums of bits and without; the grid changes nothing."""
-    gradients = list(norm_inputs(form))
-    offsets = [int(n) for n in np.cumsum([0, *(gradient.size + i % 3 for i, gradient in enumerate(gradients))])]
-    per_block = gradients[0].itemsize // 2
-    ends = np.cumsum([per_block * emulated_kernels.blocks_of(gradient) for gradient in gradients])
-    pieces = copy_pieces((one.ctypes.data, at, one.size) for one, at in zip(gradients, offsets, strict=False))
-    for grid in (None, 1, 100):
-        packed = np.zeros(offsets[-1], WORDS[form])
-        sums = np.full(geometry.count_blocks(pieces), np.nan)
-        found = np.full(ends[-1], 7, np.uint64)
-        addresses = packed.ctypes.data, sums.ctypes.data, 0 if grid is None else found.ctypes.data
-        emulated_kernels.launch(f"pack_{NAMES[form]}", pieces, *addresses, grid=grid)
-        assert_bits("block sums", sums, np.concatenate([numpy_kernels.sum_of_squares(one) for one in gradients]))
-        for gradient, offset, begin in zip(gradients, offsets, [0, *ends], strict=False):
-            assert_bits("packed gradient", packed[offset : offset + gradient.size], gradient)
-            expected = bit_sums(gradient.tobytes()) if grid is not None else []
-            assert found[begin : begin + len(expected)].tolist() == expected
 
 
 # ---- sums of bits ----
@@ -115,7 +92,7 @@ def test_noisy_step_gives_the_bits_of_the_native_kernel(
         [old.master.copy(), *(m.copy() for m in moments), gradient, np.zeros(numel, np.uint16)] for _ in "12"
     )
     placed: dict[str, Any] = {"first_index": first_index, "start": start, "axes": axes}
-    numpy_kernels.Span(*native, noise_stream=stream, **placed).step(kernel_hyper(hyper))
+    numpy_kernels.Span(*native, noise_stream=stream, **placed).step(hyper)
     scalars = _native.freeze_scalars(**scalars_of(hyper), l2=False, step=hyper.step, noise_stream=stream)
     master, exp_avg, exp_avg_sq, *rest = (array.ctypes.data for array in here)
     row = (master, 0, exp_avg, exp_avg_sq, *NO_SCALES, *rest, numel, *geometry.placed(**placed), scalars)

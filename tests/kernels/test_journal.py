@@ -11,23 +11,16 @@ import pytest
 from superoffload import kernels
 from tests.support import kernel_battery as battery
 from tests.support import kernel_inputs as cases
-from tests.support.guarded_arrays import GuardedSpan, assert_bits, assert_state, kernel_hyper
+from tests.support.guarded_arrays import GuardedSpan, assert_state, each_isa
 from tests.support.kernel_inputs import State
 from tests.support.reference import adam, journal
-from tests.support.reference.adam import Hyper, Stepped
+from tests.support.reference.adam import Hyper
 from tests.support.reference.convert import narrow
 
 ISAS = kernels.available_isas()
 
-each_isa = pytest.mark.parametrize("isa", ISAS)
 each_mode = pytest.mark.parametrize("mode", ["adamw", "l2"])
 each_width = pytest.mark.parametrize("width", [1, 2])
-
-
-def expect(guarded: GuardedSpan, expected: Stepped, context: str) -> None:
-    assert_state(guarded.state, State(*expected[:3]), context)
-    assert_bits("shadow", guarded.shadow, expected.shadow, context)
-    guarded.check(context)
 
 
 @each_isa
@@ -47,18 +40,18 @@ def test_a_chain_of_speculated_steps_as_in_training(isa: str, width: int) -> Non
             guarded.set_gradient(gradient)
             hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, step)
             speculated = adam.step(*state, gradient, "bf16", hyper)
-            assert span.step_journaled(kernel_hyper(hyper), width=width)
-            expect(guarded, speculated, f"step {step}")
+            assert span.step_journaled(hyper, width=width)
+            guarded.expect(speculated, f"step {step}")
             bytes_used.append(span.journal_bytes / length)
             if step % 3 == 0:
                 span.undo()
                 assert_state(guarded.state, state, f"undo of step {step}")
-                span.step(kernel_hyper(hyper))
+                span.step(hyper)
             if step % 3 == 1:
                 hyper = replace(hyper, gradient_factor=0.5)
-                span.replay(kernel_hyper(hyper))
+                span.replay(hyper)
             after = adam.step(*state, gradient, "bf16", hyper)
-            expect(guarded, after, f"end of step {step}")
+            guarded.expect(after, f"end of step {step}")
             state = State(*after[:3])
     assert bytes_used[0] < width + 0.05
     assert max(bytes_used[20:]) < width + 0.25
@@ -86,7 +79,7 @@ def test_an_escape_in_every_single_lane(isa: str, width: int) -> None:
                 parts[name].view(np.uint32)[lane] = 0x7FC12345
                 old = State(**parts)
                 guarded = GuardedSpan(old, gradient, "bf16")
-                assert guarded.span.step_journaled(kernel_hyper(hyper), width=width)
+                assert guarded.span.step_journaled(hyper, width=width)
                 assert guarded.span.escapes[component] == 1
                 guarded.span.undo()
                 assert_state(guarded.state, old, f"lane {lane} of {name}")
@@ -106,10 +99,10 @@ def test_a_full_arena_is_reported_with_nothing_changed(isa: str, width: int, kin
             outcomes = []
             for arena_bytes in range(0, 24 * length + 400, max(8, length // 5)):
                 guarded = GuardedSpan(old, gradient, published, start=1, arena_bytes=arena_bytes)
-                outcomes.append(guarded.span.step_journaled(kernel_hyper(hyper), width=width))
+                outcomes.append(guarded.span.step_journaled(hyper, width=width))
                 context = f"length {length}, arena of {arena_bytes} bytes"
                 if outcomes[-1]:
-                    expect(guarded, stepped, context)
+                    guarded.expect(stepped, context)
                     # Codes are padded to whole vectors of at most 64 lanes.
                     assert guarded.span.journal_bytes <= arena_bytes + width * (length + 63), context
                     guarded.span.undo()
@@ -129,7 +122,7 @@ def test_more_escapes_than_wait_for_their_place_at_once(isa: str, width: int) ->
     with kernels.using_isa(isa):
         for room, fits in ((1.0, True), (0.99, False), (0.5, False), (0.2, False)):
             guarded = GuardedSpan(old, gradient, "bf16", arena_bytes=int(room * 3 * 6 * length))
-            assert guarded.span.step_journaled(kernel_hyper(hyper), width=width) == fits
+            assert guarded.span.step_journaled(hyper, width=width) == fits
             if fits:
                 assert guarded.span.escapes == (length, length, length)
                 guarded.span.undo()
@@ -145,7 +138,7 @@ def test_a_journal_of_one_instruction_set_is_undone_by_any_other() -> None:
             for width in (1, 2):
                 guarded = GuardedSpan(case.old, case.gradient, "bf16", case.start)
                 with kernels.using_isa(writer):
-                    assert guarded.span.step_journaled(kernel_hyper(case.hyper), width=width)
+                    assert guarded.span.step_journaled(case.hyper, width=width)
                 with kernels.using_isa(reader):
                     guarded.span.undo()
                 assert_state(guarded.state, case.old, f"written by {writer}, undone by {reader}")
@@ -165,7 +158,7 @@ def test_escapes_are_the_lanes_whose_code_does_not_fit_and_take_little_room(isa:
                 gradient = cases.gradient(kind, "bf16", length, 423)
                 lanes = journal.escapes(old, gradient, adam.step(*old, gradient, "bf16", hyper), hyper, width)
                 guarded = GuardedSpan(old, gradient, "bf16", start=number)
-                assert guarded.span.step_journaled(kernel_hyper(hyper), width=width)
+                assert guarded.span.step_journaled(hyper, width=width)
                 found = guarded.span.escapes
                 for name, count in zip(("exp_avg", "exp_avg_sq", "master"), found, strict=True):
                     alone, together = int(lanes[name].sum()), int((lanes[name] | lanes["any"]).sum())

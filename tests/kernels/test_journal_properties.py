@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from superoffload import kernels
 from tests.support import kernel_inputs as cases
-from tests.support.guarded_arrays import GuardedSpan, assert_bits, assert_state, kernel_hyper
+from tests.support.guarded_arrays import GuardedSpan, assert_bits, assert_state
 from tests.support.kernel_inputs import State
 from tests.support.reference import adam
-from tests.support.reference.adam import Hyper, Stepped
+from tests.support.reference.adam import Hyper
 from tests.support.reference.convert import FORMATS
 
 words32 = st.one_of(
@@ -64,12 +64,6 @@ def inputs(draw: st.DrawFn) -> tuple[State, np.ndarray, str]:
     return state, gradient.view(FORMATS[form]), draw(st.sampled_from((*cases.FORMATS, "split")))
 
 
-def expect(guarded: GuardedSpan, expected: Stepped, context: str) -> None:
-    assert_state(guarded.state, State(*expected[:3]), context)
-    assert_bits("shadow", guarded.shadow, expected.shadow, context)
-    guarded.check(context)
-
-
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(inputs(), hypers(), hypers(), st.integers(0, 15))
 def test_two_phases_undo_and_replay_are_exact(
@@ -85,17 +79,17 @@ def test_two_phases_undo_and_replay_are_exact(
             with kernels.using_isa(isa):
                 context = f"{isa}, width {width}"
                 guarded = GuardedSpan(old, gradient, published, start)
-                guarded.span.publish(kernel_hyper(hyper))
+                guarded.span.publish(hyper)
                 assert_bits("shadow", guarded.shadow, stepped.shadow, f"publish, {context}")
                 if not guarded.split:
                     assert_state(guarded.state, old, f"publish, {context}")
-                guarded.span.settle(kernel_hyper(hyper))
-                expect(guarded, stepped, f"settle, {context}")
+                guarded.span.settle(hyper)
+                guarded.expect(stepped, f"settle, {context}")
                 guarded = GuardedSpan(old, gradient, published, start)
-                assert guarded.span.step_journaled(kernel_hyper(hyper), width=width)
-                expect(guarded, stepped, f"journaled step, {context}")
+                assert guarded.span.step_journaled(hyper, width=width)
+                guarded.expect(stepped, f"journaled step, {context}")
                 guarded.span.undo()
                 assert_state(guarded.state, old, f"undo, {context}")
-                assert guarded.span.step_journaled(kernel_hyper(hyper), width=width)
-                guarded.span.replay(kernel_hyper(other))
-                expect(guarded, replayed, f"replay, {context}")
+                assert guarded.span.step_journaled(hyper, width=width)
+                guarded.span.replay(other)
+                guarded.expect(replayed, f"replay, {context}")

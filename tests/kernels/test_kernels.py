@@ -13,21 +13,14 @@ import pytest
 from superoffload import kernels
 from tests.support import kernel_battery as battery
 from tests.support import kernel_inputs as cases
-from tests.support.guarded_arrays import GuardedSpan, assert_bits, assert_state, kernel_hyper
+from tests.support.guarded_arrays import GuardedSpan, assert_bits, each_isa
 from tests.support.kernel_inputs import State
 from tests.support.reference import adam, convert
-from tests.support.reference.adam import Hyper, Stepped
+from tests.support.reference.adam import Hyper
 
 ISAS = kernels.available_isas()
 
-each_isa = pytest.mark.parametrize("isa", ISAS)
 each_mode = pytest.mark.parametrize("mode", ["adamw", "l2"])
-
-
-def expect(guarded: GuardedSpan, expected: Stepped, context: str) -> None:
-    assert_state(guarded.state, State(*expected[:3]), context)
-    assert_bits("shadow", guarded.shadow, expected.shadow, context)
-    guarded.check(context)
 
 
 @each_isa
@@ -41,7 +34,7 @@ def test_published_rounding_of_every_upper_half_and_ties(isa: str, published_for
             master = (upper | np.uint32(lower)).view(np.float32)
             zeros = np.zeros(65536, dtype=np.float32)
             guarded = GuardedSpan(State(master, zeros, zeros), zeros, published_format)
-            guarded.span.publish(kernel_hyper(hyper))
+            guarded.span.publish(hyper)
             # -0 * 0 / eps is subtracted from the master: only the sign of a zero master could change, and does not.
             assert_bits("shadow", guarded.shadow, convert.narrow(master, published_format), f"lower half {lower:#06x}")
 
@@ -57,8 +50,8 @@ def test_every_16_bit_gradient(isa: str, gradient_format: str) -> None:
     assert_bits("exp_avg", expected.exp_avg + np.float32(0), convert.canonical(convert.widen(gradient)) + np.float32(0))
     with kernels.using_isa(isa):
         guarded = GuardedSpan(State(zeros, zeros, zeros), gradient, "fp32")
-        guarded.span.step(kernel_hyper(hyper))
-        expect(guarded, expected, gradient_format)
+        guarded.span.step(hyper)
+        guarded.expect(expected, gradient_format)
 
 
 @each_isa
@@ -76,8 +69,8 @@ def test_scalars_are_rounded_from_fp64_by_the_definition(isa: str, mode: str) ->
             factor = unit[i] * unit[i + 1]
             hyper = Hyper(lr, *betas, eps * 1e-6, weight_decay * 3, 1 + int(step**6 * 1e6), factor, l2=mode == "l2")
             guarded = GuardedSpan(old, gradient, "fp32")
-            guarded.span.step(kernel_hyper(hyper))
-            expect(guarded, adam.step(*old, gradient, "fp32", hyper), f"{hyper}")
+            guarded.span.step(hyper)
+            guarded.expect(adam.step(*old, gradient, "fp32", hyper), f"{hyper}")
 
 
 RECORDED: dict[str, str] = json.loads(battery.RECORDED.read_text())

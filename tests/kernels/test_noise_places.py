@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from superoffload import _native, kernels
+from superoffload import kernels
 from tests.support import numpy_kernels
 from tests.support.placed_boxes import BOXES, PlacedBox
 from tests.support.reference import eight_bit
@@ -105,11 +105,3 @@ def test_pieces_of_a_part_continue_its_places(isa: str, box: PlacedBox) -> None:
         span_of(rest, **placed, first_index=first_index).step(hyper(1))
         for all_of_it, here in zip(whole, rest, strict=True):
             np.testing.assert_array_equal(here, all_of_it[first_index:])
-
-
-def test_axes_that_kernels_cannot_take_are_refused() -> None:
-    arrays = state_of(64, np.zeros(64, np.uint16))
-    with pytest.raises(ValueError, match=f"axes: 7, expected at most {_native.MAX_AXES}"):
-        span_of(arrays, axes=[(2, 3)] * 7)
-    with pytest.raises(ValueError, match="axes: a length of 0, expected 1 or more"):
-        span_of(arrays, axes=[(0, 3)])

@@ -184,3 +184,43 @@ def test_names_that_no_longer_fit_a_group_are_not_given_to_other_parameters(chan
         train(model, optimizer, range(1))
         names = [shard.name for shard in optimizer._engine.shards]
     assert names == [f"param_groups[0]['params'][{index}]" for index in range(len(params))]
+
+
+@pytest.mark.over_stand_in
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_add_param_group_in_the_middle_of_a_run(in_flight: bool) -> None:
+    """In flight: between backward and step(); the new parameters already have gradients."""
+
+    def run(model: nn.Sequential, optimizer: Any) -> None:
+        train(model, optimizer, range(4))
+        optimizer.zero_grad()
+        if in_flight:
+            batch(model, 9).backward()
+        optimizer.add_param_group({"params": list(model[3].parameters()), "lr": 5e-3})
+        if not in_flight:
+            batch(model, 9).backward()
+        optimizer.step()
+        train(model, optimizer, range(4))
+
+    models = [model_of() for _ in range(3)]
+    torchs = TorchAdamW(models[0][:3].parameters())
+    run(models[0], torchs)
+    digests = []
+    for model, mode in zip(models[1:], ("always", "never"), strict=True):
+        with AdamW(model[:3].parameters(), speculation=mode) as optimizer:
+            for param in model[3].parameters():
+                param.grad = None
+            run(model, optimizer)
+            digests.append(optimizer.state_digests())
+            check_counters(optimizer)
+            assert_trained_alike(model, models[0])
+    assert digests[0] == digests[1]
+
+
+def test_a_group_that_torch_refuses_leaves_the_optimizer_usable() -> None:
+    model, more = model_of(), nn.Linear(3, 2)
+    with AdamW(model.parameters(), threads=1) as optimizer:
+        with pytest.raises(ValueError, match="with/without names"):
+            optimizer.add_param_group({"params": list(more.named_parameters())})
+        train(model, optimizer, range(2))
+        assert optimizer.stats()["steps"] == 2 and len(optimizer.param_groups) == 1

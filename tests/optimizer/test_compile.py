@@ -11,8 +11,17 @@ from torch import nn
 
 from superoffload import AdamW
 from tests.support.adamw_training import model_of, weights
-from tests.support.layouts import layouts
-from tests.support.rank_processes import data_rank, flat_mesh, net, on_mesh, optimizer_of, shard, tokens_of, wholes_of
+from tests.support.rank_processes import (
+    data_rank,
+    flat_mesh,
+    layouts,
+    net,
+    on_mesh,
+    optimizer_of,
+    shard,
+    tokens_of,
+    wholes_of,
+)
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="torch.compile on the CPU needs a C++ compiler (g++)")

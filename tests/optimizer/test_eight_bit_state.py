@@ -18,7 +18,7 @@ from superoffload.engine.schedule import Schedule
 from superoffload.errors import ArgumentError
 from tests.support.adamw_training import Mixed, Reordered, check_counters, train
 from tests.support.carried_state import Carry, as_dict, in_a_folder, through_a_file
-from tests.support.host_link import over_host_link
+from tests.support.fake_cuda import on_host
 from tests.support.reference import adam, eight_bit
 from tests.support.reference.stochastic import noise
 from tests.support.split_masters import same_bits, same_states, state_of
@@ -128,12 +128,27 @@ def test_every_schedule_gives_the_bits_of_the_reference(way: str, bucket_numel: 
         check_counters(optimizer)
 
 
+@pytest.mark.parametrize("state_dtype", ["bf16", "8bit"])
+def test_the_number_of_threads_changes_no_bit_and_the_seed_does(state_dtype: str) -> None:
+    def digests(mode: str, threads: int, seed: int) -> dict[str, str]:
+        model = odd_model()
+        options: dict[str, Any] = {"state_dtype": state_dtype, "bucket_numel": 2048, "threads": threads, "seed": seed}
+        with AdamW(model.parameters(), speculation=mode, **options) as optimizer:
+            train(model, optimizer)
+            moments = {state["exp_avg"].dtype for state in optimizer.state.values()}
+            assert moments == {torch.bfloat16}
+            return optimizer.state_digests()
+
+    expected = digests("never", 2, 0)
+    assert digests("always", 2, 0) == digests("always", 1, 0) == expected != digests("always", 2, 1)
+
+
 def test_bytes_are_accounted_for() -> None:
     params = [nn.Parameter(torch.zeros(1 << 20, dtype=torch.bfloat16))]
     moments = 2 * (1 + 1 / 256)
     with AdamW(params, speculation="never", **EIGHT) as optimizer:
         assert optimizer.stats()["host_bytes"] / (1 << 20) == pytest.approx(4 + moments, abs=0.02)
-    with over_host_link(), AdamW(params, speculation="never", **EIGHT) as optimizer:
+    with on_host(), AdamW(params, speculation="never", **EIGHT) as optimizer:
         assert optimizer.stats()["host_bytes"] / (1 << 20) == pytest.approx(4 + moments + 2 + 2, abs=0.02)
 
 
@@ -207,6 +222,10 @@ def test_what_is_refused() -> None:
     for value in wrong:
         with pytest.raises(ArgumentError, match="expected 'fp32', 'bf16' or '8bit'"):
             AdamW([nn.Parameter(torch.zeros(3))], state_dtype=value)
+    for seed in (-1, 0.5):
+        given: dict[str, Any] = {"seed": seed}
+        with pytest.raises(ArgumentError, match="seed"):
+            AdamW([nn.Parameter(torch.zeros(3))], **given)
     params = [nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))]
     with pytest.raises(ArgumentError, match=r"state_dtype='8bit'.*superoffload\.AdamW has them"):
         CPUAdamW(params, **EIGHT)

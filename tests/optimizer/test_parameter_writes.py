@@ -1,16 +1,24 @@
-"""Users write to parameters: between steps, between backward and step(), in place, by new storage. It is kept."""
+"""Users write to parameters: between steps, between backward and step(), in place, by new storage, also so that no
+version counter shows it. It is kept as by torch."""
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from superoffload import AdamW
 from tests.support.adamw_training import Optimizer, batch, check_scenario, model_of, train
+from tests.support.rank_processes import flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:superoffload. .* changed without autograd's version counters")
 
 
 def load_weights(model: nn.Module) -> None:
@@ -46,10 +54,119 @@ def test_writes_are_kept(write: Callable[[Any], object], in_flight: bool) -> Non
     assert (stats["buckets_undone"] > 0) == in_flight
 
 
-def test_a_group_that_torch_refuses_leaves_the_optimizer_usable() -> None:
-    model, more = model_of(), nn.Linear(3, 2)
-    with AdamW(model.parameters(), threads=1) as optimizer:
-        with pytest.raises(ValueError, match="with/without names"):
-            optimizer.add_param_group({"params": list(more.named_parameters())})
+def clamp(model: nn.Module) -> None:
+    """As WGAN does."""
+    for param in model.parameters():
+        param.data.clamp_(-0.05, 0.05)
+
+
+def one_element(model: nn.Module) -> None:
+    next(model.parameters()).data.view(-1)[7] = 0.5
+
+
+def through_numpy(model: nn.Module) -> None:
+    for param in model.parameters():
+        array: Any = param.detach().numpy()
+        array *= -1
+
+
+def new_storage_twice(model: nn.Module) -> None:
+    """The second one may get the address of the first."""
+    for param in model.parameters():
+        param.data = param.detach() * 2
+        param.data = param.detach() * 0.25
+
+
+@pytest.mark.parametrize(
+    ("write", "when", "dtype"),
+    [
+        (one_element, "between backward and step", torch.float32),
+        (through_numpy, "between two backwards", torch.float32),
+        (one_element, "between two backwards", torch.bfloat16),
+        (new_storage_twice, "between steps", torch.bfloat16),
+        (new_storage_twice, "between backward and step", torch.float32),
+    ],
+)
+def test_unseen_writes_are_kept(write: Callable[[nn.Module], None], when: str, dtype: torch.dtype) -> None:
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        for _ in range(2):
+            train(model, optimizer, range(2))
+            optimizer.zero_grad()
+            if when == "between steps":
+                write(model)
+            elif when == "between two backwards":
+                with optimizer.accumulate():
+                    batch(model, 7).backward()
+                write(model)
+            batch(model, 8).backward()
+            if when == "between backward and step":
+                write(model)
+            optimizer.step()
         train(model, optimizer, range(2))
-        assert optimizer.stats()["steps"] == 2 and len(optimizer.param_groups) == 1
+
+    check_scenario(scenario, dtype, bucket_numel=1024)
+
+
+def test_one_warning_and_none_without_a_write() -> None:
+    model = model_of()
+    with warnings.catch_warnings(record=True) as caught, AdamW(model.parameters()) as optimizer:
+        warnings.simplefilter("always")
+        train(model, optimizer, range(3))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+        train(model, optimizer, range(2))
+        assert not caught
+        for step in range(3):
+            clamp(model)
+            train(model, optimizer, [step])
+    (warning,) = caught
+    assert "param_groups[0]['params'][0] and " in str(warning.message)
+    assert "refresh_masters()" in str(warning.message)
+
+
+def test_memory_that_a_user_lets_go_of_is_free() -> None:
+    model = model_of()
+    with AdamW(model.parameters()) as optimizer:
+        train(model, optimizer, range(2))
+        param = next(model.parameters())
+        old = StorageWeakRef(param.untyped_storage())
+        param.data = torch.zeros_like(param)
+        gc.collect()
+        assert old.expired()
+
+
+def sharded_run(hidden: bool) -> dict[str, str]:
+    model = shard(net(torch.bfloat16), flat_mesh())
+    with optimizer_of(model) as optimizer:
+        for step in range(4):
+            optimizer.zero_grad()
+            model.loss(tokens_of(step, dist.get_rank())).backward()
+            optimizer.step()
+            params: list[Any] = list(model.parameters())
+            for param in params:
+                local: Tensor = param.to_local() if not hidden else param.to_local().data
+                with torch.no_grad():
+                    local.clamp_(-0.02, 0.02)
+        return optimizer.state_digests()
+
+
+def over_ranks() -> bool:
+    return sharded_run(True) == sharded_run(False)
+
+
+def test_every_rank_keeps_what_all_of_them_wrote() -> None:
+    assert on_ranks(2, over_ranks) == [True] * 2
+
+
+def test_a_frozen_parameter_and_one_without_a_gradient() -> None:
+    params = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    params[2].requires_grad_(False)
+    with AdamW(params, lr=0.0, weight_decay=0.0) as optimizer:
+        for step in range(3):
+            for param in params:
+                param.data.fill_(step)
+            params[step % 2].grad = torch.ones(4)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert all(torch.equal(param, torch.full((4,), float(step))) for param in params)

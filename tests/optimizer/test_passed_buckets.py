@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.engine.engine import Engine
-from superoffload.engine.inbox import PassedBuckets
 from tests.support.over_stand_in import only_over_stand_in
 
 COUNT, NUMEL = 96, 100  # parameters; eight of them make a bucket
@@ -115,18 +114,3 @@ def test_random_steps(dtype: torch.dtype) -> None:
         total += counts
         total["speculated"] += int(stats["buckets_speculated"])
     assert total["passed"] > 20 and total["reopened"] > 4 and total["speculated"] > 60, total
-
-
-def test_where_backward_is() -> None:
-    buckets = [mock.Mock(number=number, waits_for_all=False) for number in range(12)]
-    passed = PassedBuckets()
-    assert passed.begins(buckets[0], buckets[:1]) == []
-    assert passed.begins(buckets[11], [buckets[0], buckets[11]]) == [], "one gradient, far away, says nothing"
-    assert passed.begins(buckets[1], [buckets[0], buckets[11], buckets[1]]) == [], "it is just in the next one"
-    assert passed.begins(buckets[2], [buckets[0], buckets[11], buckets[2]]) == [buckets[0]]
-    buckets[1].waits_for_all = True
-    waiting = [buckets[1], buckets[2], buckets[5], buckets[11]]
-    assert passed.begins(buckets[5], waiting) == [], "only bucket 1 is before bucket 2, and it waits"
-    assert passed.begins(buckets[6], waiting) == [buckets[2]]
-    passed.end_step()
-    assert passed.begins(buckets[7], waiting) == [], "another step"

@@ -17,10 +17,10 @@ from benchmarks import extension
 from benchmarks.gpu_suite import __main__ as suite
 from benchmarks.gpu_suite import rows
 from benchmarks.gpu_suite.contestants import OURS
+from superoffload import _native
 from tests.support.checkout import ROOT
 from tests.support.emulated_kernels import library_path
 from tests.support.fake_cuda import LIBRARY, build
-from tests.support.native_extension import real_extension
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def copied(tmp_path: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, target)  # with its time, or it would be compiled again
     (folder / "build" / "gpu").mkdir()
-    shutil.copy(real_extension(), folder / "build" / "gpu" / extension.prebuilt_name())
+    shutil.copy(_native.__file__, folder / "build" / "gpu" / extension.prebuilt_name())
     return folder
 
 

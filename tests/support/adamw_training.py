@@ -108,7 +108,7 @@ def batch(model: nn.Module, seed: int, scale: float = 1.0) -> Tensor:
     return loss
 
 
-def train(model: nn.Module, optimizer: Optimizer, seeds: Sequence[int], scale: float = 1.0) -> None:
+def train(model: nn.Module, optimizer: Optimizer, seeds: Sequence[int] = range(6), scale: float = 1.0) -> None:
     for seed in seeds:
         optimizer.zero_grad()
         batch(model, seed, scale).backward()

@@ -4,7 +4,6 @@ device, and come up. On a GPU, or over the stand-in for the driver: the same cas
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -197,10 +196,10 @@ class Stepped:
         return found
 
 
-def _starts(count: int) -> Iterator[int]:
+def _placed(inputs: Sequence[Array], place: Place) -> list[Placed]:
     """Aligned every second time."""
-    for number in range(count):
-        yield cases.STARTS[number // 2 % len(cases.STARTS)] if number % 2 else 0
+    starts = [cases.STARTS[number // 2 % len(cases.STARTS)] if number % 2 else 0 for number in range(len(inputs))]
+    return [Placed(one, start, place.device) for one, start in zip(inputs, starts, strict=True)]
 
 
 def stepped_by_pipeline(place: Place, setting: Setting) -> list[Stepped]:
@@ -218,7 +217,7 @@ def stepped_by_pipeline(place: Place, setting: Setting) -> list[Stepped]:
 def packed_by_pipeline(place: Place, form: str, *, resident: bool) -> list[list[Array]]:
     """Every gradient of the battery with elements: packed, and its block sums, as ``Kernel.pack`` gives them."""
     inputs = [one for one in norm_inputs(form) if one.size]
-    gradients = [Placed(one, start, place.device) for one, start in zip(inputs, _starts(len(inputs)), strict=True)]
+    gradients = _placed(inputs, place)
     shards = _shards_of(inputs, form, resident=resident, place=place)
     found = [np.zeros_like(one) for one in inputs]
     with _buckets(place, shards) as (link, buckets):
@@ -248,7 +247,7 @@ def _shards_of(inputs: Sequence[Array], form: str, *, resident: bool, place: Pla
 def summed_by_link(place: Place, form: str) -> list[tuple[bytes, list[int], bool]]:
     """Every gradient of the battery: its bytes, its sums of bits, and whether those of one changed bit are others."""
     inputs = list(norm_inputs(form))
-    tensors = [Placed(one, start, place.device) for one, start in zip(inputs, _starts(len(inputs)), strict=True)]
+    tensors = _placed(inputs, place)
     flats = [one.tensor for one in tensors]
     link = place.open_link()
     try:
@@ -269,7 +268,7 @@ def summed_by_link(place: Place, form: str) -> list[tuple[bytes, list[int], bool
 def sums_packed_by_link(place: Place, form: str) -> list[tuple[bytes, list[int]]]:
     """Likewise of those with elements, as the pack kernel sums them, piece by piece."""
     inputs = [one for one in norm_inputs(form) if one.size]
-    gradients = [Placed(one, start, place.device) for one, start in zip(inputs, _starts(len(inputs)), strict=True)]
+    gradients = _placed(inputs, place)
     shards = _shards_of(inputs, form, resident=False, place=place)
     for shard in shards:
         shard.keeps_gradient = shard.sums_gradient = True
@@ -333,12 +332,3 @@ def _step(link: Any, bucket: Bucket, setting: Setting) -> None:
 
 def _await(completion: _native.Completion) -> None:
     assert completion.wait(TIMEOUT), f"not done within {TIMEOUT:g} s"
-
-
-def digest(results: Iterator[list[Array]]) -> str:
-    """As kernel_battery makes them of an operation's cases."""
-    found = hashlib.sha256()
-    for arrays in results:
-        for array in arrays:
-            found.update(array.tobytes())
-    return found.hexdigest()

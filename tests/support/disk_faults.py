@@ -44,7 +44,7 @@ class Record:
     """What a program did below a folder while it was watched."""
 
     calls: list[tuple[str, str, bool]]  # kind, path, whether it needs space; in the order in which a fault counts them
-    changes: list[list[str]]  # what changed the disk: tests/support/power_cuts.py
+    changes: list[list[str]]  # what changed the disk: tests/checkpoints/power_cuts.py
 
 
 class Watch:

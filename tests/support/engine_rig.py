@@ -23,8 +23,9 @@ from superoffload.engine.options import EngineOptions, Recorder
 from superoffload.engine.schedule import Schedule
 from superoffload.engine.verdict import Verdict
 from superoffload.links.host import HostLink
+from tests.support.guarded_arrays import assert_bits
 from tests.support.reference.adam import Verdict as ReferenceVerdict
-from tests.support.reference.convert import bits, narrow, split
+from tests.support.reference.convert import narrow, split
 from tests.support.reference.trainer import Group, Parameter, Trainer
 
 FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -41,18 +42,6 @@ def to_tensor(array: npt.NDArray[Any]) -> Tensor:
     """The way back."""
     tensor = torch.from_numpy(array.copy())
     return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
-
-
-def assert_same_bits(name: str, got: npt.NDArray[Any], expected: npt.NDArray[Any]) -> None:
-    """The message names the first element that differs."""
-    if bits(got).tobytes() == bits(expected).tobytes():
-        return
-    differing = np.flatnonzero(bits(got) != bits(expected))
-    i = int(differing[0])
-    raise AssertionError(
-        f"{name}: {differing.size} of {got.size} elements differ, first {i}: {bits(got)[i]:#x}, "
-        f"expected {bits(expected)[i]:#x}"
-    )
 
 
 @dataclass
@@ -152,6 +141,14 @@ class Rig:
     def arrive(self, shard: Shard, gradient: npt.NDArray[Any], *, in_backward: bool = True) -> None:
         self.engine.arrive(shard, to_tensor(gradient), in_backward=in_backward)
 
+    def backward(self, scale: float = 1.0, poison: float | None = None) -> dict[int, npt.NDArray[Any]]:
+        """All gradients, in the order of backward; ``poison`` goes to the last."""
+        gradients = {}
+        for shard in reversed(self.shards):
+            gradients[shard.index] = self.gradient(shard, scale, None if shard.index else poison)
+            self.arrive(shard, gradients[shard.index])
+        return gradients
+
     def set_hyper(self, group: int, hyper: GroupHyper) -> None:
         self.hypers[group] = hyper
 
@@ -171,7 +168,7 @@ class Rig:
         before = [to_numpy(published) for published in self.published]
         verdict = self.engine.decide(unscale=unscale, max_grad_norm=max_grad_norm)
         for published, old in zip(self.published, before, strict=True):
-            assert_same_bits("published parameter before apply()", to_numpy(published), old)
+            assert_bits("published parameter before apply()", to_numpy(published), old)
         assert verdict.found_inf == expected.found_inf
         if not expected.found_inf:
             assert verdict.grad_norm == expected.grad_norm
@@ -184,10 +181,10 @@ class Rig:
         """State, published parameters and step counts are those of the reference."""
         self.engine.tail.settle()
         for shard, published, parameter in zip(self.shards, self.published, self.reference.parameters, strict=True):
-            assert_same_bits(f"{shard.name}: master", to_numpy(shard.read_masters()), parameter.master)
-            assert_same_bits(f"{shard.name}: exp_avg", to_numpy(shard.exp_avg), parameter.exp_avg)
-            assert_same_bits(f"{shard.name}: exp_avg_sq", to_numpy(shard.exp_avg_sq), parameter.exp_avg_sq)
-            assert_same_bits(f"{shard.name}: published", to_numpy(published), parameter.published)
+            assert_bits(f"{shard.name}: master", to_numpy(shard.read_masters()), parameter.master)
+            assert_bits(f"{shard.name}: exp_avg", to_numpy(shard.exp_avg), parameter.exp_avg)
+            assert_bits(f"{shard.name}: exp_avg_sq", to_numpy(shard.exp_avg_sq), parameter.exp_avg_sq)
+            assert_bits(f"{shard.name}: published", to_numpy(published), parameter.published)
             assert shard.steps == parameter.step
         stats = self.engine.stats()
         assert stats["buckets_speculated"] == sum(stats[name] for name in COUNTERS)
@@ -198,7 +195,7 @@ class Rig:
     def check_published_unchanged(self) -> None:
         """Whatever was speculated or is not settled, readers see the parameters of the last finished step."""
         for published, parameter in zip(self.published, self.reference.parameters, strict=True):
-            assert_same_bits("published parameter during backward", to_numpy(published), parameter.published)
+            assert_bits("published parameter during backward", to_numpy(published), parameter.published)
 
 
 def journal_codes_of(width: int) -> AbstractContextManager[Any]:

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.engine.bucket import Bucket
+from superoffload.engine import layout
+from superoffload.engine.bucket import Bucket, Shard
 from superoffload.host.bits import BitSums, Sums
 from superoffload.links.base import PackTicket
 from superoffload.links.cuda.link import CudaLink, CudaOptions
@@ -337,7 +338,7 @@ class InOrderLink(LateLink):
 
 @contextmanager
 def on_host() -> Iterator[None]:
-    """Likewise, the host link, also inside of ``on_fake_device``."""
+    """Likewise, the link that copies gradients during backward, also with ``speculation="never"``."""
     with mock.patch("superoffload.optimizer.engine_setup.link_for", lambda params, **_: HostLink()):
         yield
 
@@ -352,7 +353,16 @@ def on_fake_device(fake: Fake, kind: type[LateLink] = LateLink, **options: Any) 
         links.append(kind(FakeDevice(fake), replace(given, **options)))
         return links[-1]
 
-    with mock.patch("superoffload.optimizer.engine_setup.link_for", link_for):
+    move_state = vars(layout)["move_state"]
+
+    def move(shard: Shard, device: torch.device | None) -> None:
+        fake.synchronize()  # Python reads a real device's memory behind the current stream
+        move_state(shard, device)
+
+    with (
+        mock.patch("superoffload.optimizer.engine_setup.link_for", link_for),
+        mock.patch.object(layout, "move_state", move),
+    ):
         try:
             yield links
         finally:

@@ -1,23 +1,119 @@
-"""Training of one small model over the fake driver, and what the same steps give on the host."""
+"""Code over the fake driver (tests/support/fake_cuda.py), and what it gives on the host."""
 
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.engine.bucket import Shard
-from superoffload.engine.placement import move_state
+from superoffload.engine.engine import Engine
 from tests.support.adamw_training import model_of, train
-from tests.support.fake_cuda import Fake, LateLink, on_fake_device, on_host
+from tests.support.fake_cuda import Fake, FakeDevice, LateLink, on_fake_device, on_host
 from tests.support.fake_memory import allocated
+
+LATE = 1500  # microseconds: up to so much later than enqueued; a step of these models takes about as long
+OPTIONS: dict[str, Any] = {"speculation": "always", "threads": 2, "bucket_numel": 1024}
+NEEDED_AGAIN = "packed and freed during backward, and then needed again"
+
+Program = Callable[[Any, AdamW], Any]
+MakeModel = Callable[[torch.dtype], nn.Module]
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+def deep_model(dtype: torch.dtype) -> nn.Sequential:
+    """Of a dozen buckets, more than there are staging slots."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(10) for layer in (nn.Linear(32, 32), nn.Tanh())]
+    return nn.Sequential(nn.Linear(16, 32), *layers, nn.Linear(32, 4)).to(dtype)
+
+
+def wide_model(dtype: torch.dtype) -> nn.Sequential:
+    """Each of its larger gradients spans four buckets."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16), nn.Linear(16, 4)).to(dtype)
+
+
+class Branches(nn.ModuleList):
+    """Gradients come not in the order of registration, so that buckets are laid out anew after the first step."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        for index in (1, 0, 2):
+            layer: Any = self[index]
+            values = layer(values.to(layer.weight.dtype))
+        return values
+
+
+def branches(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return Branches([nn.Linear(24, 24), nn.Linear(16, 24), nn.Linear(24, 4)]).to(dtype)
+
+
+# ---- programs -------------------------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """What a program has returned and left. ``messages``: its warnings."""
+
+    found: Any
+    digests: dict[str, str]
+    stats: dict[str, float | int]
+    messages: list[str]
+
+    @property
+    def bits(self) -> tuple[Any, dict[str, str]]:
+        return self.found, self.digests
+
+
+def run(
+    program: Program,
+    dtype: torch.dtype = torch.bfloat16,
+    make: MakeModel = model_of,
+    *,
+    fake: Fake | None = None,
+    link: dict[str, Any] | None = None,
+    **options: Any,
+) -> Run:
+    """Over the fake device, or on the host. A forward reads parameters behind the current stream."""
+    model = make(dtype)
+    if fake is not None:
+        model.register_forward_pre_hook(lambda *_: fake.synchronize())
+    with (
+        on_host() if fake is None else on_fake_device(fake, **(link or {})),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        with AdamW(model.parameters(), **{**OPTIONS, **options}) as optimizer:
+            found = seen(program(model, optimizer))
+            if fake is not None:
+                fake.synchronize()
+            return Run(found, optimizer.state_digests(), optimizer.stats(), [str(one.message) for one in caught])
+
+
+def seen(value: Any) -> Any:
+    """As it is now, to be compared with ==."""
+    if isinstance(value, Tensor):
+        value = value.detach().clone()
+        return value.dtype, tuple(value.shape), value.flatten().view(torch.uint8).tolist()
+    return [seen(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def host_digests(seeds: range, **options: Any) -> dict[str, str]:
+    return run(partial(train, seeds=seeds), **options).digests
+
+
+def state_of(digests: dict[str, str]) -> dict[str, str]:
+    return {name: digest for name, digest in digests.items() if name != "published"}
 
 
 @contextmanager
@@ -27,9 +123,8 @@ def training(
     """Two steps are done; parameters are read behind the current stream."""
     model = model_of(torch.bfloat16) if model is None else model
     model.register_forward_pre_hook(lambda *_: fake.synchronize())
-    options = {"speculation": "always", "threads": 2, "bucket_numel": 1024, **options}
     with on_fake_device(fake, **(link or {})):
-        optimizer = AdamW(model.parameters(), **options)
+        optimizer = AdamW(model.parameters(), **{**OPTIONS, **options})
         try:
             train(model, optimizer, range(2))
             fake.synchronize()
@@ -38,16 +133,36 @@ def training(
             optimizer.close()
 
 
+# ---- what happens inside --------------------------------------------------------------------------------------------
+
+
 @contextmanager
-def moves_behind_the_stream(fake: Fake) -> Iterator[None]:
-    """Python reads a real device's memory behind the current stream; the fake's it must wait for itself."""
+def taken_back() -> Iterator[list[str]]:
+    """The shards of which a gradient was taken back inside."""
+    names: list[str] = []
+    retract = Engine.retract
 
-    def move(shard: Shard, device: torch.device | None) -> None:
-        fake.synchronize()
-        move_state(shard, device)
+    def counted(engine: Engine, shard: Shard) -> None:
+        names.append(shard.name)
+        retract(engine, shard)
 
-    with mock.patch("superoffload.engine.layout.move_state", move):
-        yield
+    with mock.patch.object(Engine, "retract", counted):
+        yield names
+
+
+@contextmanager
+def free_bytes(nbytes: int) -> Iterator[list[str]]:
+    """On the device; yields the shards of which something was added in host memory."""
+    names: list[str] = []
+    add = Engine.add
+
+    def counted(engine: Engine, shard: Shard, addend: Tensor, **options: Any) -> None:
+        assert not shard.resident, "its packed gradient is on the device"
+        names.append(shard.name)
+        add(engine, shard, addend, **options)
+
+    with mock.patch.object(FakeDevice, "free_bytes", lambda _: nbytes), mock.patch.object(Engine, "add", counted):
+        yield names
 
 
 @contextmanager
@@ -61,45 +176,9 @@ def quick_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def host_digests(seeds: range, **options: Any) -> dict[str, str]:
-    model = model_of(torch.bfloat16)
-    with on_host(), AdamW(model.parameters(), threads=2, bucket_numel=1024, **options) as optimizer:
-        train(model, optimizer, seeds)
-        return optimizer.state_digests()
-
-
-def state_of(digests: dict[str, str]) -> dict[str, str]:
-    return {name: digest for name, digest in digests.items() if name != "published"}
-
-
-def check_against_host(fake: Fake, code: Callable[[nn.Module, AdamW], None], **options: Any) -> None:
-    """``code``, run after two steps, leaves the bits that it leaves on the host."""
-    model: nn.Module = model_of(torch.bfloat16)
-    with on_host(), AdamW(model.parameters(), threads=2, bucket_numel=1024) as host:
-        train(model, host, range(2))
-        code(model, host)
-        expected = host.state_digests()
-    with training(fake, **options) as (model, optimizer):
-        code(model, optimizer)
-        fake.synchronize()
-        assert optimizer.state_digests() == expected
-
-
-def accelerator_error(text: str, code: int | None = None) -> RuntimeError:
-    """What the runtime says in a later call; ``code`` is the runtime's own."""
-    made: Any = getattr(torch, "AcceleratorError", None)
-    if made is None:
-        pytest.skip("needs torch.AcceleratorError, which torch has since 2.8")
-    error: RuntimeError = made(text)
-    if code is not None:
-        vars(error)["error_code"] = code
-    return error
-
-
-def out_of_memory(of_allocator: bool) -> RuntimeError:
-    if of_allocator:
-        return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    return accelerator_error("CUDA error: out of memory", 2)
+def out_of_memory() -> RuntimeError:
+    """Of the allocator."""
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def blocks_of(optimizer: AdamW) -> int:

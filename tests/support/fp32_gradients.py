@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from tests.support.adamw_training import model_of
+from tests.support.adamw_training import batch, model_of
 
 Source = Callable[[nn.Module], None]
 
@@ -145,25 +144,29 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range = ran
         optimizer.step()
 
 
-def check_checkpoint(before: Source, after: Source, options: tuple[dict[str, Any], dict[str, Any]] = ({}, {})) -> None:
-    """What the one saves, the other loads, bit for bit, and trains on."""
-    model, other = model_of(torch.bfloat16), model_of(torch.bfloat16, seed=1)
-    before(model)
-    with AdamW(model.parameters(), lr=1e-2, threads=2, **options[0]) as optimizer:
-        steps(model, optimizer)
-        digests, file = optimizer.state_digests(), io.BytesIO()
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    saved = torch.load(io.BytesIO(file.getvalue()))
-    after(other)
-    with AdamW(other.parameters(), lr=1e-2, threads=2, **options[1]) as optimizer:
-        other.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        assert optimizer.state_digests() == digests
-        steps(other, optimizer, range(4, 6))
-        assert optimizer.stats()["steps"] == 2
-
-
 def gradient_of(param: Tensor) -> Tensor:
     found = getattr(param, "main_grad", param.grad)
     assert isinstance(found, Tensor)
     return found
+
+
+# ---- micro-batches of a step -----------------------------------------------------------------------------------------
+
+
+def losses_of(model: nn.Module, window: int, count: int) -> Iterator[Tensor]:
+    """One after the other, each when it is asked for."""
+    for micro in range(count):
+        yield batch(model, 10 * window + micro)
+
+
+def loop(optimizer: AdamW, losses: Iterable[Tensor]) -> None:
+    for loss in losses:
+        loss.backward()
+
+
+def told(optimizer: AdamW, losses: Iterable[Tensor]) -> None:
+    *first, last = losses
+    with optimizer.accumulate():
+        for loss in first:
+            loss.backward()
+    last.backward()

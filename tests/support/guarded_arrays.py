@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
+from superoffload import kernels
 from tests.support import numpy_kernels
 from tests.support.kernel_inputs import State
-from tests.support.reference.adam import HyperLike
+from tests.support.reference.adam import Hyper, Stepped
 from tests.support.reference.convert import FORMATS, Halves, bits, join
 
 GUARD_BYTES = 128
 GUARD_VALUE = 0xA5
-# Every lane of every component escaping, with room for whatever a block needs besides.
-WORST_BYTES_PER_LANE = 32
-WORST_BYTES_PER_BLOCK = 256
+
+each_isa = pytest.mark.parametrize("isa", kernels.available_isas())
 
 
-def scalars_of(hyper: HyperLike) -> dict[str, Any]:
+def scalars_of(hyper: Hyper) -> dict[str, Any]:
     """The hyper-parameters that every call to a kernel takes by name."""
-    return {
-        "lr": hyper.lr,
-        "beta1": hyper.beta1,
-        "beta2": hyper.beta2,
-        "eps": hyper.eps,
-        "weight_decay": hyper.weight_decay,
-        "gradient_factor": hyper.gradient_factor,
-    }
-
-
-def kernel_hyper(hyper: HyperLike, **changes: Any) -> numpy_kernels.Hyper:
-    """The reference's hyper-parameters as the kernels' class."""
-    return replace(
-        numpy_kernels.Hyper(**scalars_of(hyper), step=hyper.step, l2=hyper.l2),
-        **changes,
-    )
-
-
-def worst_arena(length: int) -> int:
-    """Bytes in which any journal of a span fits."""
-    return WORST_BYTES_PER_LANE * length + WORST_BYTES_PER_BLOCK * (length // 1024 + 1)
+    return {name: value for name, value in vars(hyper).items() if name not in ("step", "l2")}
 
 
 def halves_of(master: npt.NDArray[np.float32]) -> Halves:
@@ -99,7 +79,7 @@ class GuardedSpan:
         self.span = numpy_kernels.Span(
             **arrays,
             **placed,
-            arena_bytes=worst_arena(length) if arena_bytes is None else arena_bytes,
+            arena_bytes=32 * length + 256 * (length // 1024 + 1) if arena_bytes is None else arena_bytes,
             past_cache=length % 2 == 0,  # half of all tests
         )
 
@@ -129,6 +109,12 @@ class GuardedSpan:
         for name, part in self._parts.items():
             assert part.intact(), f"written outside of {name}; {context}"
         assert_bits("gradient", self._parts["gradient"].array, self._given_gradient, context)
+
+    def expect(self, expected: Stepped, context: str = "") -> None:
+        """Beside that, the state and the shadow are what a step has left."""
+        assert_state(self.state, State(*expected[:3]), context)
+        assert_bits("shadow", self.shadow, expected.shadow, context)
+        self.check(context)
 
 
 def assert_bits(name: str, got: npt.NDArray[Any], expected: npt.NDArray[Any], context: str = "") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,19 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "pad_token_id": 0,
+}
+
+
+BASIC: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "learning_rate": 3e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "optim": "adamw_torch",
+    "seed": 3,
 }
 
 
@@ -55,23 +69,8 @@ class Counting(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 def trainer_of(folder: Path, model: Any, ours: str | None, metrics: Any = True, **options: Any) -> Any:
     """``ours``: how to speculate; None: torch's AdamW, clipped by Trainer. ``metrics``: what ``offload`` logs."""
-    values: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_steps": 10,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 3e-3,
-        "weight_decay": 0.1,
-        "warmup_steps": 2,
-        "max_grad_norm": 1.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "optim": "adamw_torch",
-        "seed": 3,
-    }
-    args = transformers.TrainingArguments(**{**values, **options})
+    values: dict[str, Any] = {"max_steps": 10, "weight_decay": 0.1, "warmup_steps": 2, "max_grad_norm": 1.0}
+    args = transformers.TrainingArguments(output_dir=str(folder), **{**BASIC, **values, **options})
     trainer = transformers.Trainer(model=model, args=args, train_dataset=Counting())
     if ours is not None:
         from superoffload.integrations.transformers import offload
@@ -97,3 +96,55 @@ def tokenizer_of() -> Any:
     words = {"<pad>": 0, "<end>": 1, **{f"w{i}": i for i in range(2, 97)}}
     inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>")
+
+
+# ---- trainers of TRL: supervised, and two that generate what they learn from -----------------------------------------
+#
+# The model is made behind the arguments: by these Transformers knows whether DeepSpeed cuts it while it is made.
+
+PLAIN: dict[str, Any] = {"bf16": False, "gradient_checkpointing": False}  # which TRL has by default
+GENERATING: dict[str, Any] = {
+    "max_steps": 3,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "max_grad_norm": 0.5,
+    "beta": 0.0,  # else RLOO looks for the reference model on a hub
+}
+
+
+def sft(folder: Path | str, model: Callable[[], Any], **options: Any) -> Any:
+    import datasets
+    import trl
+
+    sequences = [Counting()[i]["input_ids"].tolist() for i in range(64)]
+    basic = {**BASIC, **PLAIN, "max_steps": 4, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    args = trl.SFTConfig(output_dir=str(folder), **{**basic, **options})
+    return trl.SFTTrainer(
+        model=model(),
+        args=args,
+        train_dataset=datasets.Dataset.from_dict({"input_ids": sequences, "labels": sequences}),
+        processing_class=tokenizer_of(),
+    )
+
+
+def even_tokens(completion_ids: Sequence[Sequence[int]], **others: Any) -> list[float]:
+    return [sum(token % 2 == 0 for token in tokens) / len(tokens) for tokens in completion_ids]
+
+
+def generating(kind: str, folder: Path | str, model: Callable[[], Any], **options: Any) -> Any:
+    """``kind``: "GRPO" or "RLOO". The reward is the share of even tokens."""
+    import datasets
+    import trl
+
+    config, trainer = {"GRPO": (trl.GRPOConfig, trl.GRPOTrainer), "RLOO": (trl.RLOOConfig, trl.RLOOTrainer)}[kind]
+    prompts = datasets.Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(2, 60)]})
+    args = config(output_dir=str(folder), **{**BASIC, **PLAIN, **GENERATING, **options})
+    return trainer(
+        model=model(),
+        reward_funcs=even_tokens,
+        args=args,
+        train_dataset=prompts,
+        eval_dataset=prompts.select(range(2)),
+        processing_class=tokenizer_of(),
+    )

@@ -1,8 +1,8 @@
 """A fixed battery of kernel calls and one SHA-256 per operation and types, to compare machines that cannot meet.
 
-    python -m tests.support.kernel_battery --json                 of the kernels on this machine's best instruction set
-    python -m tests.support.kernel_battery --isa scalar --json    on the named one
-    python -m tests.support.kernel_battery --reference --json     of the NumPy reference, without the extension
+    python -m tests.support.kernel_battery                of the kernels on this machine's best instruction set
+    python -m tests.support.kernel_battery --isa scalar   on the named one
+    python -m tests.support.kernel_battery --reference    of the NumPy reference
 
 All of them print the same. The last one, kept in kernel_battery.json, is what the tests compare with.
 """
@@ -12,17 +12,19 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from superoffload import kernels
 from tests.support import kernel_inputs as cases
+from tests.support import numpy_kernels
+from tests.support.guarded_arrays import GuardedSpan, assert_state
 from tests.support.kernel_inputs import State
 from tests.support.reference import adam
 from tests.support.reference.adam import Hyper, Stepped
@@ -129,57 +131,50 @@ class Reference:
 class Kernel:
     """The same operations by the extension, on the instruction set that is set."""
 
-    def __init__(self) -> None:
-        from tests.support import guarded_arrays, numpy_kernels
-
-        self._kernels = numpy_kernels
-        self._tools = guarded_arrays
-
     def step(self, case: Case) -> Arrays:
         guarded = self._span(case)
-        guarded.span.step(self._tools.kernel_hyper(case.hyper))
+        guarded.span.step(case.hyper)
         guarded.check()
         return [*guarded.state, guarded.shadow]
 
     def publish(self, case: Case) -> Arrays:
         guarded = self._span(case)
-        guarded.span.publish(self._tools.kernel_hyper(case.hyper))
+        guarded.span.publish(case.hyper)
         guarded.check()
         if not guarded.split:
-            self._tools.assert_state(guarded.state, case.old, "publish changed the state")
+            assert_state(guarded.state, case.old, "publish changed the state")
         return [guarded.shadow]
 
     def settle(self, case: Case) -> Arrays:
         guarded = self._span(case)
-        guarded.span.publish(self._tools.kernel_hyper(case.hyper))
-        guarded.span.settle(self._tools.kernel_hyper(case.hyper))
+        guarded.span.publish(case.hyper)
+        guarded.span.settle(case.hyper)
         guarded.check()
         return [*guarded.state, guarded.shadow]
 
     def journal(self, case: Case, width: int) -> Arrays:
         guarded = self._span(case)
-        hyper = self._tools.kernel_hyper(case.hyper)
-        assert guarded.span.step_journaled(hyper, width=width)
+        assert guarded.span.step_journaled(case.hyper, width=width)
         result = [values.copy() for values in (*guarded.state, guarded.shadow)]
         guarded.span.undo()
         result += [values.copy() for values in guarded.state]
-        assert guarded.span.step_journaled(hyper, width=width)
-        guarded.span.replay(self._tools.kernel_hyper(case.clipped))
+        assert guarded.span.step_journaled(case.hyper, width=width)
+        guarded.span.replay(case.clipped)
         guarded.check()
         return [*result, *guarded.state, guarded.shadow]
 
     def sum_of_squares(self, gradient: npt.NDArray[Any]) -> Arrays:
-        return [self._kernels.sum_of_squares(gradient)]
+        return [numpy_kernels.sum_of_squares(gradient)]
 
     def pack(self, gradient: npt.NDArray[Any]) -> Arrays:
         out = np.empty_like(gradient)
-        return [out, self._kernels.pack(gradient, out)]
+        return [out, numpy_kernels.sum_of_squares(gradient, out)]
 
     def fold_sums(self, blocks: npt.NDArray[np.float64]) -> Arrays:
-        return [np.array([self._kernels.fold_sums(blocks)])]
+        return [np.array([numpy_kernels.fold_sums(blocks)])]
 
-    def _span(self, case: Case) -> Any:
-        return self._tools.GuardedSpan(case.old, case.gradient, case.published_format, case.start)
+    def _span(self, case: Case) -> GuardedSpan:
+        return GuardedSpan(case.old, case.gradient, case.published_format, case.start)
 
 
 def digests(backend: Reference | Kernel) -> dict[str, str]:
@@ -190,17 +185,17 @@ def digests(backend: Reference | Kernel) -> dict[str, str]:
             for mode in ("adamw", "l2"):
                 spans = span_cases(gradient_format, published_format, mode == "l2")
                 types = f"{mode} {gradient_format} to {published_format}"
-                result[f"step {types}"] = _digest(backend.step, spans)
-                result[f"publish {types}"] = _digest(backend.publish, spans)
+                result[f"step {types}"] = digest(map(backend.step, spans))
+                result[f"publish {types}"] = digest(map(backend.publish, spans))
                 if published_format == "split":
-                    result[f"settle {types}"] = _digest(backend.settle, spans)
+                    result[f"settle {types}"] = digest(map(backend.settle, spans))
                 for width in (1, 2):
-                    result[f"journal of width {width} {types}"] = _digest(partial(backend.journal, width=width), spans)
+                    result[f"journal of width {width} {types}"] = digest(backend.journal(one, width) for one in spans)
     for form in cases.FORMATS:
         gradients = list(norm_inputs(form))
-        result[f"sum_of_squares {form}"] = _digest(backend.sum_of_squares, gradients)
-        result[f"pack {form}"] = _digest(backend.pack, gradients)
-    result["fold_sums"] = _digest(backend.fold_sums, list(fold_inputs()))
+        result[f"sum_of_squares {form}"] = digest(map(backend.sum_of_squares, gradients))
+        result[f"pack {form}"] = digest(map(backend.pack, gradients))
+    result["fold_sums"] = digest(map(backend.fold_sums, fold_inputs()))
     result["total"] = hashlib.sha256("".join(result.values()).encode()).hexdigest()
     return result
 
@@ -225,35 +220,27 @@ def fold_inputs() -> Iterator[npt.NDArray[np.float64]]:
         yield blocks
 
 
-def _digest(operation: Callable[[Any], Arrays], inputs: Sequence[Any]) -> str:
-    digest = hashlib.sha256()
-    for one in inputs:
-        for array in operation(one):
-            digest.update(array.tobytes())
-    return digest.hexdigest()
+def digest(results: Iterable[Arrays]) -> str:
+    """Of an operation's cases."""
+    found = hashlib.sha256()
+    for arrays in results:
+        for array in arrays:
+            found.update(array.tobytes())
+    return found.hexdigest()
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.support.kernel_battery", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.add_argument("--reference", action="store_true", help="compute with the NumPy reference")
     parser.add_argument("--isa", help="the kernels' instruction set (default: the one they choose)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     if options.isa:
-        from superoffload import kernels
-
         kernels.set_isa(options.isa)
     result = digests(Reference() if options.reference else Kernel())
-    if options.json:
-        json.dump(result, sys.stdout, indent=1)
-        print()
-    else:
-        for name, value in result.items():
-            print(f"{value}  {name}")
-    return 0
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -77,16 +77,8 @@ class Span:
     def _run(self, operation: _native.Operation, hyper: Hyper | None, width: int) -> bool:
         work = self._works[width]
         if hyper is not None:
-            work.freeze(
-                lr=hyper.lr,
-                beta1=hyper.beta1,
-                beta2=hyper.beta2,
-                eps=hyper.eps,
-                weight_decay=hyper.weight_decay,
-                gradient_factor=hyper.gradient_factor,
-                l2=hyper.l2,
-                steps=[hyper.step],
-            )
+            frozen = dict(vars(hyper))
+            work.freeze(steps=[frozen.pop("step")], **frozen)
         return bool(work.run_all(operation, width))
 
     def step(self, hyper: Hyper) -> None:
@@ -141,17 +133,12 @@ class Span:
         return self._width
 
 
-def sum_of_squares(gradient: Array) -> NDArray[np.float64]:
-    """Sums the squares of each block of 1024 elements in float64; +inf for a block with a non-finite element."""
+def sum_of_squares(gradient: Array, out: Array | None = None) -> NDArray[np.float64]:
+    """Sums the squares of each block of 1024 elements in float64; +inf for a block with a non-finite element. The same
+    pass copies the gradient to ``out``."""
     sums = np.empty(-(-len(gradient) // BLOCK), np.float64)
-    _native.pack(gradient.ctypes.data, 0, _TYPES[gradient.dtype], len(gradient), sums.ctypes.data)
-    return sums
-
-
-def pack(gradient: Array, out: Array) -> NDArray[np.float64]:
-    """Copies ``gradient`` to ``out`` and returns its sums of squares, in one pass."""
-    sums = np.empty(-(-len(gradient) // BLOCK), np.float64)
-    _native.pack(gradient.ctypes.data, out.ctypes.data, _TYPES[gradient.dtype], len(gradient), sums.ctypes.data)
+    target = 0 if out is None else out.ctypes.data
+    _native.pack(gradient.ctypes.data, target, _TYPES[gradient.dtype], len(gradient), sums.ctypes.data)
     return sums
 
 

@@ -57,6 +57,14 @@ def on_stages(count: int, function: Callable[..., Any], *args: Any) -> list[Any]
     return on_ranks(2, _laid_out, 1, 2, function, *args)
 
 
+RANKS = {"fsdp2": on_ranks, "mesh": on_mesh, "stages": on_stages}
+
+
+def layouts(*names: str) -> pytest.MarkDecorator:
+    """Runs a test once per layout (default: all), with its ``ranks``."""
+    return pytest.mark.parametrize("ranks", [pytest.param(RANKS[name], id=name) for name in names or RANKS])
+
+
 def _laid_out(tensor_parallel: int, stages: int, function: Callable[..., Any], *args: Any) -> Any:
     global _tensor_parallel, _stages
     _tensor_parallel, _stages = tensor_parallel, stages

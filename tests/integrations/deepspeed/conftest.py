@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integrations.deepspeed import stock_kernel
 from tests.support.checkout import ROOT
-from tests.support.deepspeed import stock_kernel
 from tests.support.deepspeed.ranks import Ranks
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -148,8 +148,7 @@ def trained_by_trl(kind: str, folder: str, options: dict[str, Any]) -> tuple[Any
     from accelerate.state import AcceleratorState
 
     import superoffload.integrations.deepspeed as ours
-    from tests.support.hugging_face import logs_of, model_of
-    from tests.support.trl_trainers import generating, sft
+    from tests.support.hugging_face import generating, logs_of, model_of, sft
 
     ours.enable()
     AcceleratorState._reset_state(reset_partial_state=True)

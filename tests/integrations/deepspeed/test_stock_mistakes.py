@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.deepspeed.ranks import Ranks
-from tests.support.deepspeed.recorded_reference import NAME, UNUSED, gradients_of, reference
-from tests.support.deepspeed.scenarios import CLIP_SOME, WAYS, Scenario, distance
+from tests.support.deepspeed.scenarios import CLIP_SOME, NAME, UNUSED, WAYS, Scenario, distance, gradients_of, reference
 from tests.support.deepspeed.training import config, end, make_engine, masters
 
 STEPS = 6

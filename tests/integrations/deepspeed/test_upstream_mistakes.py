@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from tests.support.deepspeed.ranks import Ranks
-from tests.support.deepspeed.recorded_reference import UNUSED, gradients_of, reference
-from tests.support.deepspeed.scenarios import INF, Scenario, distance
+from tests.support.deepspeed.scenarios import INF, UNUSED, Scenario, distance, gradients_of, reference
 from tests.support.deepspeed.training import OURS, config, end, make_engine, masters
 
 FOUND = version("deepspeed") if find_spec("deepspeed") is not None else "none"

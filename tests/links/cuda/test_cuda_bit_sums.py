@@ -20,10 +20,8 @@ from superoffload.optimizer.tracked_param import TrackedParam
 from tests.support.adamw_training import batch, model_of, train
 from tests.support.device_battery import sums_at
 from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, on_fake_device, on_host
-from tests.support.fake_cuda_training import training
+from tests.support.fake_cuda_training import LATE, taken_back, training
 from tests.support.fp32_gradients import add_to_main_grad
-from tests.support.freed_gradients import taken_back
-from tests.support.link_runs import LATE
 from tests.support.reference.bit_sums import bit_sums
 
 pytestmark = pytest.mark.filterwarnings("ignore:superoffload. .* changed without autograd's version counters")

@@ -11,14 +11,20 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.errors import DeviceError, StateError
-from superoffload.optimizer.packed_gradient import PackedGradient
+from superoffload.optimizer.packed_gradient import PackedGradient, packed_in
 from tests.support.adamw_training import batch, grads_of, model_of
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
-from tests.support.fp32_gradients import SOURCES, by_kernels, needs_grad_dtype, parameters_of, precise_loss
-from tests.support.freed_gradients import NEEDED_AGAIN, OPTIONS, on_the_device, on_the_host, seen
-from tests.support.host_sums import BF16, FP32, bytes_in_use, free_bytes, uneven
-from tests.support.link_runs import LATE
-from tests.support.micro_batches import loop, losses_of, told
+from tests.support.fake_cuda_training import LATE, NEEDED_AGAIN, OPTIONS, free_bytes, run, seen
+from tests.support.fp32_gradients import (
+    SOURCES,
+    by_kernels,
+    loop,
+    losses_of,
+    needs_grad_dtype,
+    parameters_of,
+    precise_loss,
+    told,
+)
 
 pytestmark = needs_grad_dtype
 
@@ -79,6 +85,23 @@ def test_a_main_grad_is_not_freed(fake: Fake) -> None:
 # ---- sums in host memory, where the device has no room; test_cuda_random.py has more programs ------------------------
 
 
+FP32: dict[str, Any] = {"accumulate_dtype": "fp32"}
+
+
+def bytes_in_use(grad: Tensor | None) -> int:
+    packed = packed_in(grad)
+    tensors = [grad] if packed is None else [packed.in_memory, packed.addend]
+    return sum(one.numel() * one.element_size() for one in tensors if one is not None)
+
+
+def uneven(model: nn.Module, optimizer: AdamW) -> None:
+    for number, count in enumerate((3, 1, 5, 2, 2)):
+        optimizer.zero_grad()
+        optimizer.max_grad_norm = 0.05 if number == 3 else 100.0
+        loop(optimizer, losses_of(model, number, count))
+        optimizer.step()
+
+
 def large(dtype: torch.dtype) -> nn.Sequential:
     """Its weights are in several buckets each."""
     torch.manual_seed(0)
@@ -94,16 +117,16 @@ def in_windows(model: nn.Module, optimizer: AdamW) -> None:
 
 def test_room_is_four_bytes_per_parameter(fake: Fake) -> None:
     """Nothing is brought back to be added to. Gradients that stay add up where they are."""
-    needed = 4 * sum(param.numel() for param in model_of(BF16).parameters())
+    needed = 4 * sum(param.numel() for param in model_of(torch.bfloat16).parameters())
     for program in (uneven, in_windows):
         for nbytes, in_host_memory in ((needed, False), (needed - 1, True)):
             with free_bytes(nbytes) as added:
-                _, messages, _ = on_the_device(fake, program, BF16, **FP32)
+                messages = run(program, fake=fake, **FP32).messages
             assert bool(added) is in_host_memory
             assert not in_host_memory or not any(NEEDED_AGAIN in message for message in messages)
     with free_bytes(0) as added:
-        on_the_device(fake, in_windows, BF16, link={"keep_grads": True}, **FP32)
-        on_the_device(fake, uneven, BF16)
+        run(in_windows, fake=fake, link={"keep_grads": True}, **FP32)
+        run(uneven, fake=fake)
     assert not added
 
 
@@ -124,7 +147,7 @@ def test_what_is_known_not_to_be_the_last_pass_is_not_stepped(fake: Fake) -> Non
             optimizer.step()
 
     with free_bytes(0) as added:
-        on_the_device(fake, counted, BF16, large, **FP32)
+        run(counted, make=large, fake=fake, **FP32)
     assert added and all(count >= 5 for count in counts)
 
 
@@ -149,8 +172,8 @@ def test_only_gradients_that_wait_for_their_bucket_take_memory(fake: Fake) -> No
             optimizer.step()
 
     with free_bytes(0) as added:
-        on_the_device(fake, measured, BF16, layers, bucket_numel=2048, **FP32)
-    assert added and 0 < peak <= 2 * 4 * 2048 < 4 * sum(p.numel() for p in layers(BF16).parameters()) / 4
+        run(measured, make=layers, fake=fake, bucket_numel=2048, **FP32)
+    assert added and 0 < peak <= 2 * 4 * 2048 < 4 * sum(p.numel() for p in layers(torch.bfloat16).parameters()) / 4
 
 
 def _read(param: Any) -> Any:
@@ -172,10 +195,10 @@ def test_hooks_before_ours_find_the_sum(fake: Fake, hook: Callable[[Any], Any]) 
             param.register_post_accumulate_grad_hook(lambda param: found.append(hook(param)))
         return model
 
-    expected = on_the_host(uneven, BF16, hooked, **FP32), list(found)
+    expected = run(uneven, make=hooked, **FP32).bits, list(found)
     fake.delays(2, LATE)
     with free_bytes(0):
-        assert (on_the_device(fake, uneven, BF16, hooked, **FP32)[0], found) == expected
+        assert (run(uneven, make=hooked, fake=fake, **FP32).bits, found) == expected
 
 
 @pytest.mark.parametrize("then", ["another pass", "read", "zeroed"])
@@ -201,14 +224,14 @@ def test_what_is_added_by_others_counts_as_well(fake: Fake, then: str) -> None:
         optimizer.step()
         return [optimizer.grad_norm]
 
-    expected = on_the_host(added, BF16, **FP32)
+    expected = run(added, **FP32)
     with free_bytes(0):
-        assert on_the_device(fake, added, BF16, **FP32)[0] == expected
+        assert run(added, fake=fake, **FP32).bits == expected.bits
 
 
 def test_an_error_leaves_what_was_to_be_added_in_the_gradient(fake: Fake) -> None:
     """``step()`` refuses, since other gradients are missing; what is there is right."""
-    model = model_of(BF16)
+    model = model_of(torch.bfloat16)
     with free_bytes(0), on_fake_device(fake) as links, AdamW(model.parameters(), **{**OPTIONS, **FP32}) as optimizer:
         before = optimizer.state_digests()
         batch(model, 0).backward()

@@ -1,10 +1,16 @@
-"""Gradients are freed once they are packed: what stands for them, for how long, and memory of what is brought back."""
+"""Gradients are freed once they are packed: what stands for them, for how long, what memory they take; those that are
+read, clipped or edited then have the bits of the host."""
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
+import pickle
+import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -17,7 +23,7 @@ from superoffload.errors import ArgumentError, DeviceError, StateError
 from superoffload.optimizer.packed_gradient import PackedGradient, packed_in
 from tests.support.adamw_training import batch, grads_of, model_of, train
 from tests.support.fake_cuda import Fake, on_fake_device
-from tests.support.fake_cuda_training import quick_collections, training
+from tests.support.fake_cuda_training import LATE, NEEDED_AGAIN, quick_collections, run, seen, taken_back, training
 from tests.support.fp32_gradients import needs_grad_dtype
 
 pytestmark = pytest.mark.filterwarnings("ignore:superoffload. .* needed again")
@@ -131,3 +137,175 @@ def test_no_room_to_bring_gradients_back(fake: Fake, use: Callable[[nn.Module, A
         train(model, optimizer, [3])
         fake.synchronize()
         assert optimizer.state_digests() != before
+
+
+def steps(model: nn.Module, optimizer: AdamW, between: Callable[[], Any] = lambda: None) -> list[Any]:
+    """``between``: after backward and before ``step()``."""
+    results = []
+    for seed in range(3):
+        optimizer.zero_grad()
+        batch(model, seed).backward()
+        results.append(seen(between()))
+        optimizer.step()
+    return results
+
+
+def check(fake: Fake, program: Callable[[Any, AdamW], Any], dtype: torch.dtype = torch.bfloat16) -> None:
+    """The bits of the host; the user learns, once, that gradients were brought back."""
+    expected = run(program, dtype)
+    for seed, placement in enumerate((None, {"gpu_fraction": 0.5})):
+        fake.delays(seed, LATE)
+        found = run(program, dtype, fake=fake, placement=placement)
+        assert found.bits == expected.bits, placement
+        assert sum(NEEDED_AGAIN in message for message in found.messages) == 1
+    assert fake.mismatches == 0
+
+
+def test_a_clip_that_changes_nothing_undoes_nothing(fake: Fake) -> None:
+    def clip(model: nn.Module, optimizer: AdamW) -> Any:
+        return steps(model, optimizer, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+
+    expected = run(clip)
+    with taken_back() as taken:
+        assert run(clip, fake=fake).bits == expected.bits
+    assert not taken
+
+
+@pytest.mark.parametrize("link", [{}, {"image": b""}], ids=["kernels", "copies"])
+def test_elements_that_are_swapped(fake: Fake, link: dict[str, Any]) -> None:
+    """The kernel's sums show it, so nothing is compared a second time. Without kernels the version shows it."""
+
+    def made(dtype: torch.dtype) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 256), nn.Linear(256, 4)).to(dtype)
+
+    def swap(model: nn.Module) -> None:
+        flat = grads_of(model)[0].view(-1)
+        flat[:4] = flat[[2, 3, 0, 1]]
+
+    def program(model: nn.Module, optimizer: AdamW) -> Any:
+        return steps(model, optimizer, lambda: swap(model))
+
+    expected = run(program, torch.float32, made)
+    assert expected.bits != run(steps, torch.float32, made).bits
+    read_again = mock.patch("superoffload.engine.inbox.same_bits", side_effect=AssertionError("read again"))
+    with taken_back() as taken, nullcontext() if link else read_again:
+        found = run(program, torch.float32, made, fake=fake, link=link, bucket_numel=8192)
+    assert found.bits == expected.bits
+    assert len(taken) == 3, "one in each of three steps"
+
+
+def test_edits_that_leave_no_trace(fake: Fake) -> None:
+    """On the host they are not noticed; a gradient that was brought back is compared."""
+
+    def edit(model: nn.Module) -> None:
+        for number, grad in enumerate(grads_of(model)):
+            if number % 2:
+                grad.data.mul_(2)
+            else:
+                grad.numpy()[...] *= 2
+
+    def doubled(model: nn.Module) -> None:
+        torch._foreach_mul_(grads_of(model), 2)
+
+    expected = run(lambda model, optimizer: steps(model, optimizer, lambda: doubled(model)), torch.float32)
+    found = run(lambda model, optimizer: steps(model, optimizer, lambda: edit(model)), torch.float32, fake=fake)
+    assert found.digests == expected.digests
+
+
+# ---- looked at ------------------------------------------------------------------------------------------------------
+
+
+def saved(grad: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(grad, file)
+    file.seek(0)
+    loaded: Tensor = torch.load(file)
+    return loaded
+
+
+def in_inference(grad: Tensor) -> Tensor:
+    with torch.inference_mode():
+        norm: Tensor = grad.norm()
+        return norm.clone()
+
+
+LOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "list": Tensor.tolist,
+    "numpy": lambda grad: torch.from_numpy(grad.numpy().copy()),
+    "data": lambda grad: grad.data.clone(),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda grad: pickle.loads(pickle.dumps(grad)),
+    "save": saved,
+    "storage": lambda grad: grad.untyped_storage().nbytes(),
+    "address": lambda grad: grad.data_ptr() == grad.data_ptr() != 0,
+    "dlpack": lambda grad: torch.utils.dlpack.from_dlpack(grad).clone(),
+    "format": lambda grad: f"{grad.flatten()[0]:.4f}",
+    "compare": lambda grad: bool((grad == grad).all()),
+    "out": lambda grad: torch.mul(grad, 2, out=torch.empty_like(grad)),
+    "cpu": lambda grad: grad.cpu().clone(),
+    "inference": in_inference,
+    "list of": lambda grad: torch.stack([grad, grad]),
+    "iterate": lambda grad: [row.sum() for row in grad],
+}
+
+
+def test_reading_before_and_after_step(fake: Fake) -> None:
+    """Every look is the first at some gradient, once before ``step()`` and once behind it."""
+    names = list(LOOKS)
+
+    def looks(model: nn.Module, begin: int) -> list[Any]:
+        grads = grads_of(model)
+        turn = [names[(begin + number) % len(names)] for number in range(len(grads))]
+        return [(name, seen(LOOKS[name](grad))) for name, grad in zip(turn, grads, strict=True)]
+
+    def read(model: nn.Module, optimizer: AdamW) -> Any:
+        found, count = [], len(list(model.parameters()))
+        for seed in range(2 * len(names) // count):
+            optimizer.zero_grad()
+            batch(model, seed).backward()
+            if seed % 2:
+                found += looks(model, count * (seed // 2))
+            optimizer.step()
+            found += looks(model, count * (seed // 2))
+        optimizer.zero_grad()
+        optimizer.step()
+        return found
+
+    with taken_back() as taken:
+        check(fake, read, torch.float32)
+    assert not taken
+
+
+# ---- added to, set to zero ------------------------------------------------------------------------------------------
+
+
+def test_what_was_added_or_set_to_zero_takes_no_memory(fake: Fake) -> None:
+    def freed(model: nn.Module) -> list[bool]:
+        return [packed is not None and packed.in_memory is None for packed in map(packed_in, grads_of(model))]
+
+    def program(model: nn.Module, optimizer: AdamW) -> None:
+        batch(model, 0).backward()
+        batch(model, 1).backward()
+        assert freed(model) == [True] * 6
+        train(model, optimizer, range(2))
+        optimizer.zero_grad(set_to_none=False)
+        assert freed(model) == [True] * 6
+
+    run(program, fake=fake)
+
+
+def test_backwards_in_threads(fake: Fake) -> None:
+    def in_threads(model: nn.Module, optimizer: AdamW) -> None:
+        for seed in range(3):
+            optimizer.zero_grad()
+            for loss in [batch(model, 10 * seed + i) for i in range(2)]:
+                thread = threading.Thread(target=loss.backward)
+                thread.start()
+                for grad in grads_of(model):  # while the other thread packs, frees and adds
+                    assert grad.dim() in (1, 2)
+                thread.join()
+            optimizer.step()
+
+    check(fake, in_threads)

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from tests.support.adamw_training import batch, model_of
+from tests.support.adamw_training import batch, model_of, train
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device
-from tests.support.fake_cuda_training import moves_behind_the_stream
-from tests.support.link_runs import LATE, deep_model, run_model, run_on_fake, run_on_host, steps
+from tests.support.fake_cuda_training import LATE, deep_model, run
 
 # ---- the same bits --------------------------------------------------------------------------------------------------
 
@@ -31,10 +30,11 @@ from tests.support.link_runs import LATE, deep_model, run_model, run_on_fake, ru
 )
 def test_bits_of_the_host_link(fake: Fake, dtype: torch.dtype, mode: str, options: dict[str, Any]) -> None:
     """Without an image there are no kernels, and the CPU sums the squares. What travels is in the model's dtype."""
-    expected, _ = run_on_host(steps, dtype, speculation=mode, max_grad_norm=options.get("max_grad_norm"))
+    expected = run(train, dtype, speculation=mode, max_grad_norm=options.get("max_grad_norm"))
     fake.delays(1, LATE)
-    digests, stats = run_on_fake(fake, steps, dtype, speculation=mode, **options)
-    assert digests == expected
+    found = run(train, dtype, fake=fake, speculation=mode, **options)
+    assert found.digests == expected.digests and not found.messages
+    stats = found.stats
     parameters = sum(param.numel() for param in model_of(dtype).parameters())
     assert stats["bytes_down"] == 6 * dtype.itemsize * parameters <= stats["bytes_up"]
     assert (fake.calls("cuLaunchKernel") == 0) == ("link" in options)
@@ -64,12 +64,11 @@ def test_lists_travel_with_the_launch_unless_they_are_long(
         return Scales(count).to(dtype)
 
     options: dict[str, Any] = {"bucket_numel": 100_000, "threads": 1}
-    three = partial(steps, seeds=range(3))
-    expected, _ = run_model(three, torch.float32, options, lambda: None, make_model)
+    three = partial(train, seeds=range(3))
+    expected = run(three, torch.float32, make_model, **options)
     fake.delays(3, LATE)
-    with on_fake_device(fake):
-        options["placement"] = {"gpu_fraction": gpu_fraction}
-        assert run_model(three, torch.float32, options, fake.synchronize, make_model)[0] == expected
+    options["placement"] = {"gpu_fraction": gpu_fraction}
+    assert run(three, torch.float32, make_model, fake=fake, **options).digests == expected.digests
     sums, compared = fake.calls("sum_bits"), fake.calls("compare_bits")
     noticing = bool(compared) + (sums + compared if count > 125 else 0)  # marks, once, and lists
     assert fake.calls("cuMemcpyHtoDAsync_v2") == 3 * copied + noticing
@@ -81,32 +80,29 @@ def test_only_what_has_a_gradient_is_delivered(fake: Fake) -> None:
     def some(model: nn.Module, optimizer: AdamW) -> None:
         for number, param in enumerate(model.parameters()):
             param.requires_grad_(number % 2 == 1)
-        steps(model, optimizer)
+        train(model, optimizer)
         for param in model.parameters():
             param.requires_grad_(True)
-        steps(model, optimizer, range(6, 8))
+        train(model, optimizer, range(6, 8))
 
-    options: dict[str, Any] = {"bucket_numel": 100_000}
-    expected, _ = run_on_host(some, torch.bfloat16, **options)
+    expected = run(some, bucket_numel=100_000)
     fake.delays(10, LATE)
-    digests, _ = run_on_fake(fake, some, torch.bfloat16, **options)
-    assert digests == expected and fake.mismatches == 0
+    assert run(some, fake=fake, bucket_numel=100_000).digests == expected.digests and fake.mismatches == 0
 
 
 def test_arrivals_are_seen_by_events_where_flags_are_not_supported(fake: Fake) -> None:
-    expected, _ = run_on_host(steps, torch.bfloat16)
+    expected = run(train)
     fake.delays(4, LATE)
     fake.writes_values(False)
-    digests, _ = run_on_fake(fake, steps, torch.bfloat16)
-    assert digests == expected
+    assert run(train, fake=fake).digests == expected.digests
     assert fake.calls("cuStreamWriteValue32_v2") == 1, "asked once, then left alone"
 
 
 def test_the_early_stop_sees_gradients_that_arrive_late(fake: Fake) -> None:
     """A norm that proves a clip is noticed while backward goes on, although no arrival is done when it is packed."""
 
-    def train(model: nn.Module, optimizer: AdamW) -> None:
-        steps(model, optimizer, range(1))
+    def program(model: nn.Module, optimizer: AdamW) -> None:
+        train(model, optimizer, range(1))
         optimizer.zero_grad()
         parameters = list(model.parameters())[::-1]
         for parameter in parameters:
@@ -114,9 +110,9 @@ def test_the_early_stop_sees_gradients_that_arrive_late(fake: Fake) -> None:
         batch(model, 1, scale=50.0).backward()
         optimizer.step()
 
-    digests, stats = run_on_fake(fake, train, max_grad_norm=1e-3)
-    assert stats["buckets_stepped"] + stats["buckets_two_phase"] > 0
-    assert digests == run_on_host(train, max_grad_norm=1e-3)[0]
+    found = run(program, torch.float32, fake=fake, max_grad_norm=1e-3)
+    assert found.stats["buckets_stepped"] + found.stats["buckets_two_phase"] > 0
+    assert found.digests == run(program, torch.float32, max_grad_norm=1e-3).digests
 
 
 # ---- delivery on demand ---------------------------------------------------------------------------------------------
@@ -164,24 +160,19 @@ PLACED = {"placement": {"gpu_fraction": 1.0}}
 def _differs_without(fake: Fake, later: str, earlier: str, *, room: int = 1 << 30, **options: Any) -> bool:
     """Whether some seed shows that the wait of one stream for the other is needed. ``room``: for blocks. Delays grow
     from seed to seed: on a busy machine short ones end before anything reads."""
-    settings = {"max_grad_norm": 0.5, **options}
-    expected, _ = run_model(
-        steps, torch.bfloat16, {**settings, "keep_grads": None, "placement": None}, lambda: None, deep_model
-    )
+
+    def without(model: nn.Module, optimizer: AdamW) -> None:
+        link: Any = optimizer._engine.link
+        link.fake_device.free = room
+        fake.drop_waits(link.roles[later], link.roles[earlier])
+        train(model, optimizer)
+
+    expected = run(train, make=deep_model, max_grad_norm=0.5)
     for seed in range(8):
-        with on_fake_device(fake) as links, moves_behind_the_stream(fake):
-
-            def train(model: nn.Module, optimizer: AdamW, links: list[LateLink] = links) -> None:
-                links[0].fake_device.free = room
-                fake.drop_waits(links[0].roles[later], links[0].roles[earlier])
-                steps(model, optimizer)
-
-            fake.delays(seed, LATE * (1 << seed // 2))
-            digests, _ = run_model(train, torch.bfloat16, settings, fake.synchronize, deep_model)
-            for stream in links[0].roles.values():
-                fake.synchronize(stream)
-            if digests != expected or fake.mismatches:
-                return True
+        fake.delays(seed, LATE * (1 << seed // 2))
+        found = run(without, make=deep_model, fake=fake, max_grad_norm=0.5, **options)
+        if found.digests != expected.digests or fake.mismatches:
+            return True
     return False
 
 

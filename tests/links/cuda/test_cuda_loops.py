@@ -15,8 +15,7 @@ from superoffload import AdamW
 from superoffload.integrations.accelerate import AccelerateWindow
 from tests.support.adamw_training import batch, model_of
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
-from tests.support.freed_gradients import NEEDED_AGAIN, OPTIONS, taken_back
-from tests.support.link_runs import LATE
+from tests.support.fake_cuda_training import LATE, NEEDED_AGAIN, OPTIONS, taken_back
 
 accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'superoffload[transformers]'")
 

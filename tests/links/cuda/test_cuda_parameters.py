@@ -7,38 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.errors import ArgumentError, StateError
-from superoffload.optimizer.arguments import _same_device
 from tests.support.adamw_training import batch, train
 from tests.support.fake_cuda import Fake
-from tests.support.fake_cuda_training import check_against_host, moves_behind_the_stream, state_of, training
-from tests.support.link_runs import LATE
-
-
-def test_a_parameter_on_another_device(fake: Fake) -> None:
-    here, there = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert _same_device("a", here, None) == _same_device("b", here, here) == here
-    with pytest.raises(ArgumentError, match=r"b: on cuda:1, while parameters before it are on cuda:0"):
-        _same_device("b", there, here)
-    with training(fake) as (model, optimizer):
-        expected = optimizer.state_digests()
-        optimizer.zero_grad()
-        batch(model, 2).backward()
-        parameter = next(model.parameters())
-        tracked = optimizer._parts.params[parameter]
-        tracked.device = torch.device("cuda", 1)  # where it was; here there is only one device
-        with torch.no_grad():
-            parameter.mul_(1)  # what moving it shows to version counters
-        with pytest.raises(StateError, match=r"was on cuda:1, now on cpu.*after moving the model"):
-            optimizer.step()
-        tracked.device = parameter.device
-        optimizer.zero_grad()
-        fake.synchronize()
-        assert state_of(optimizer.state_digests()) == state_of(expected)
+from tests.support.fake_cuda_training import LATE, run, training
 
 
 def test_the_timeline_has_the_times_of_copies(fake: Fake, tmp_path: Path) -> None:
@@ -81,15 +55,12 @@ def edited(model: nn.Module, optimizer: AdamW) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("code", "options"),
-    [
-        (regrouped, {"placement": {"gpu_fraction": 0.5}}),
-        (edited, {"placement": {"gpu_fraction": 0.5}}),
-    ],
-)
-def test_the_bits_are_those_of_the_host(fake: Fake, code: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("code", [regrouped, edited])
+def test_the_bits_are_those_of_the_host(fake: Fake, code: Any) -> None:
+    def program(model: nn.Module, optimizer: AdamW) -> None:
+        train(model, optimizer, range(2))
+        code(model, optimizer)
+
     fake.delays(1, LATE)
-    with moves_behind_the_stream(fake):
-        check_against_host(fake, code, **options)
+    assert run(program, fake=fake, placement={"gpu_fraction": 0.5}).digests == run(program).digests
     assert fake.mismatches == 0

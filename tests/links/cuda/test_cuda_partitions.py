@@ -15,7 +15,7 @@ from superoffload.errors import DeviceError
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver
 from superoffload.links.cuda.link import CudaOptions
 from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, LateLink
-from tests.support.link_runs import LATE
+from tests.support.fake_cuda_training import LATE
 
 SIZES = (3000, 1000, 0, 500, 2100)
 HYPER = GroupHyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, l2=False, bias_correction=True)

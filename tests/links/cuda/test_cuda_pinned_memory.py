@@ -20,11 +20,17 @@ from superoffload.errors import DeviceError
 from superoffload.links.cuda import link as cuda_link
 from superoffload.links.cuda.pinned import free_bytes, node_of
 from tests.support.adamw_training import batch, train
-from tests.support.fake_cuda import Fake, garbage_like, on_fake_device, on_host
-from tests.support.fake_cuda_training import blocks_of, host_digests, quick_collections, training
+from tests.support.fake_cuda import Fake, garbage_like, on_fake_device
+from tests.support.fake_cuda_training import (
+    blocks_of,
+    branches,
+    deep_model,
+    host_digests,
+    quick_collections,
+    run,
+    training,
+)
 from tests.support.fp32_gradients import add_to_main_grad
-from tests.support.freed_gradients import branches
-from tests.support.link_runs import deep_model
 
 OUT_OF_MEMORY = 2
 BEHIND = 1_700_000.0  # microseconds: less than as many waits of a link as there are buckets
@@ -80,13 +86,13 @@ def test_memory_that_is_refused_when_buckets_are_laid_out_anew(fake: Fake) -> No
     def backward(model: nn.Module, seed: int) -> None:
         model(torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
 
-    model = branches(torch.float32)
-    with on_host(), AdamW(model.parameters(), threads=1, bucket_numel=1024) as host:
+    def program(model: nn.Module, optimizer: AdamW) -> None:
         for seed in range(3):
-            host.zero_grad()
+            optimizer.zero_grad()
             backward(model, seed)
-            host.step()
-        expected = host.state_digests()
+            optimizer.step()
+
+    expected = run(program, torch.float32, branches).digests
     model = branches(torch.float32)
     with on_fake_device(fake) as links, AdamW(model.parameters(), threads=1, bucket_numel=1024) as optimizer:
         backward(model, 0)

@@ -1,7 +1,9 @@
-"""State on a device, over the fake driver: the bits of the host link, however late the device is."""
+"""State on a device, over the fake driver: the bits of the host link, however late the device is. Sleep gives all of
+its memory back."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,19 +16,21 @@ from torch import nn
 from superoffload import AdamW
 from superoffload.engine.bucket import Shard
 from superoffload.engine.placement import move_state
-from superoffload.errors import DeviceError, KernelsUnavailable, StateError, TornStep
+from superoffload.errors import DeviceError, HostMemoryError, KernelsUnavailable, StateError, TornStep
+from superoffload.host.memory import refused
 from tests.support.adamw_training import batch, model_of, train
 from tests.support.fake_cuda import Fake, on_fake_device
-from tests.support.fake_cuda_training import moves_behind_the_stream, out_of_memory, training
-from tests.support.link_runs import deep_model, run_on_host, steps
+from tests.support.fake_cuda_training import (
+    LATE,
+    deep_model,
+    host_digests,
+    out_of_memory,
+    quick_collections,
+    run,
+    training,
+)
 
 HALF = {"gpu_fraction": 0.5}
-
-
-@pytest.fixture(autouse=True)
-def _moves(fake: Fake) -> Iterator[None]:
-    with moves_behind_the_stream(fake):
-        yield
 
 
 @contextmanager
@@ -82,31 +86,28 @@ def test_a_device_that_fails_in_the_middle_leaves_the_optimizer_unusable(
 
 def test_state_that_finds_no_room_stays_where_it_was(fake: Fake) -> None:
     """The first step's order asks for other parameters; some of them cannot be moved to the device."""
-    expected, _ = run_on_host(steps, torch.float32, max_grad_norm=0.5)
+    expected = run(train, torch.float32, max_grad_norm=0.5)
     moved: list[str] = []
 
     def move(shard: Shard, device: torch.device | None) -> None:
         if device is not None and moved:
-            raise out_of_memory(of_allocator=True)
-        fake.synchronize()
+            raise out_of_memory()
         move_state(shard, device)
         moved.append(shard.name)
 
-    with mock.patch("superoffload.engine.layout.move_state", move), on_fake_device(fake):
-        model = model_of(torch.float32)
-        model.register_forward_pre_hook(lambda *_: fake.synchronize())
-        options: dict[str, Any] = {"speculation": "always", "threads": 2, "bucket_numel": 1024, "max_grad_norm": 0.5}
-        with (
-            mock.patch("superoffload.engine.placement.Placer.choose_first", lambda placer, sizes: set()),
-            AdamW(model.parameters(), placement={"gpu_fraction": 1.0}, **options) as optimizer,
-        ):
-            steps(model, optimizer)
-            fake.synchronize()
-            assert optimizer.state_digests() == expected
-            placement = optimizer.placement
-            assert placement is not None and len(moved) == 1
-            assert "the accelerator had no room left for" in placement["why"]
-            assert 0 < placement["params_on_device"] < sum(p.numel() for p in model.parameters())
+    def program(model: nn.Module, optimizer: AdamW) -> None:
+        train(model, optimizer)
+        placement = optimizer.placement
+        assert placement is not None and len(moved) == 1
+        assert "the accelerator had no room left for" in placement["why"]
+        assert 0 < placement["params_on_device"] < sum(p.numel() for p in model.parameters())
+
+    with (
+        mock.patch("superoffload.engine.layout.move_state", move),
+        mock.patch("superoffload.engine.placement.Placer.choose_first", lambda placer, sizes: set()),
+    ):
+        found = run(program, torch.float32, fake=fake, max_grad_norm=0.5, placement={"gpu_fraction": 1.0})
+    assert found.digests == expected.digests
 
 
 def test_without_kernels_it_is_refused(fake: Fake) -> None:
@@ -117,3 +118,75 @@ def test_without_kernels_it_is_refused(fake: Fake) -> None:
         pytest.raises(KernelsUnavailable, match=r"placement=\{'gpu_fraction': 0.5\}: .*make NVRTC available"),
     ):
         AdamW(model.parameters(), placement=HALF)
+
+
+@pytest.mark.parametrize(
+    ("norm", "options"),
+    [(None, {"placement": HALF}), (0.05, {"master_dtype": "split"})],
+    ids=str,
+)
+def test_a_loop_that_sleeps_has_the_bits_of_the_host(fake: Fake, norm: float | None, options: dict[str, Any]) -> None:
+    masters = {key: value for key, value in options.items() if key != "placement"}
+    expected = host_digests(range(6), max_grad_norm=norm, **masters)
+    fake.delays(int(norm is None), LATE)
+    with training(fake, max_grad_norm=norm, **options) as (model, optimizer):
+        for number in range(2, 6):
+            optimizer.sleep()
+            optimizer.wake()
+            train(model, optimizer, [number])
+        fake.synchronize()
+        assert optimizer.state_digests() == expected
+    assert fake.mismatches == 0
+
+
+def test_pinned_memory_and_memory_of_the_device_are_given_back(fake: Fake) -> None:
+    with quick_collections(), training(fake, placement=HALF, master_dtype="split") as (model, optimizer):
+        link: Any = optimizer._engine.link
+        device, asleep, awake = link.fake_device, set(), []
+        for number in range(2, 7):
+            train(model, optimizer, [number])
+            optimizer.zero_grad()
+            fake.synchronize()
+            gc.collect()
+            awake.append((optimizer.stats()["pinned_bytes"], fake.registered_bytes()))
+            optimizer.sleep()
+            gc.collect()
+            stats = optimizer.stats()
+            assert stats["pinned_bytes"] < awake[-1][0] // 2
+            assert stats["pinned_bytes"] == link._flag.nbytes + sum(one.nbytes for one in link._kernel_sums.arenas)
+            assert fake.registered_bytes() < awake[-1][1]
+            assert not link._staging and not link._on_device
+            asleep.add((fake.registered_bytes(), stats["host_bytes"], stats["params_on_device"]))
+            device_bytes = device.memory.active
+            optimizer.wake()
+            assert device.memory.active > device_bytes
+        assert len(asleep) == 1  # nothing grows
+        assert len(set(awake[1:])) == 1
+
+
+def test_host_or_device_without_room_at_wake_leaves_it_asleep(fake: Fake) -> None:
+    with training(fake, placement=HALF) as (model, optimizer):
+        before, placed = optimizer.state_digests(), optimizer.stats()["params_on_device"]
+        assert placed > 0
+        optimizer.sleep()
+        gc.collect()
+        pinned = fake.registered_bytes()
+        with (
+            mock.patch("superoffload.engine.layout.shared_journals", side_effect=refused(1 << 30, "a test")),
+            pytest.raises(HostMemoryError, match=r"wake\(\): .*still asleep"),
+        ):
+            optimizer.wake()
+        assert (fake.registered_bytes(), optimizer.stats()["params_on_device"]) == (pinned, 0)
+        with (
+            mock.patch("superoffload.engine.layout.move_state", side_effect=out_of_memory()),
+            pytest.raises(DeviceError, match=r"wake\(\): .*no room on the device.*still asleep"),
+        ):
+            optimizer.wake()
+        with pytest.raises(StateError, match="asleep"):
+            optimizer.step()
+        optimizer.wake()
+        fake.synchronize()
+        assert (optimizer.state_digests(), optimizer.stats()["params_on_device"]) == (before, placed)
+        train(model, optimizer, range(2, 4))
+        fake.synchronize()
+        assert optimizer.state_digests() == host_digests(range(4))

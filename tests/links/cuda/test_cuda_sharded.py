@@ -18,8 +18,7 @@ from superoffload import AdamW
 from superoffload.links.cuda.bit_sums import CudaBitSums
 from tests.support.adamw_training import grads_of
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
-from tests.support.freed_gradients import NEEDED_AGAIN, seen
-from tests.support.link_runs import LATE
+from tests.support.fake_cuda_training import LATE, NEEDED_AGAIN, seen
 from tests.support.meshes import LAYOUTS, laid_out, loss_of, options_of, rows
 from tests.support.rank_processes import error_of, flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
 

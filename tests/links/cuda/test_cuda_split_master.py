@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,10 +16,9 @@ from superoffload import AdamW, checkpoints
 from superoffload.checkpoints.tensor_files import TensorFile
 from superoffload.engine.engine import Engine
 from superoffload.engine.placement import Placer
-from tests.support.adamw_training import batch, model_of, train, weights
+from tests.support.adamw_training import batch, train, weights
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
-from tests.support.fake_cuda_training import moves_behind_the_stream, training
-from tests.support.link_runs import LATE
+from tests.support.fake_cuda_training import LATE, run, training
 from tests.support.split_masters import (
     SPLIT,
     TIES,
@@ -32,12 +30,6 @@ from tests.support.split_masters import (
     state_of,
     tied,
 )
-
-
-@pytest.fixture(autouse=True)
-def _moves(fake: Fake) -> Iterator[None]:
-    with moves_behind_the_stream(fake):
-        yield
 
 
 def steps(model: nn.Module, optimizer: AdamW) -> None:
@@ -54,18 +46,14 @@ def steps(model: nn.Module, optimizer: AdamW) -> None:
 def test_state_that_moves_with_every_step(fake: Fake) -> None:
     """To the device and back, some of it and all; the halves with it."""
 
-    def run(synchronize: Callable[[], None], **options: Any) -> tuple[dict[str, str], dict[str, float | int]]:
-        model = model_of(torch.bfloat16)
-        model.register_forward_pre_hook(lambda *_: synchronize())
-        given = {"threads": 2, "bucket_numel": 1024, "lr": 1e-2, "max_grad_norm": 0.5, **SPLIT, **options}
-        with AdamW(model.parameters(), **given) as optimizer:
-            steps(model, optimizer)
-            steps(model, optimizer)
-            synchronize()
-            assert_split(optimizer)
-            return optimizer.state_digests(), optimizer.stats()
+    def program(model: nn.Module, optimizer: AdamW) -> None:
+        steps(model, optimizer)
+        steps(model, optimizer)
+        fake.synchronize()
+        assert_split(optimizer)
 
-    expected, _ = run(lambda: None)
+    given: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 0.5, **SPLIT}
+    expected = run(program, **given)
     fractions = itertools.cycle([0.5, 1.0, 0.3, 0.0, 0.7])
     resident: list[float] = []
 
@@ -83,11 +71,10 @@ def test_state_that_moves_with_every_step(fake: Fake) -> None:
         mock.patch.object(Engine, "_place_by_measurement", move),
     ):
         fake.delays(1, LATE)
-        with on_fake_device(fake):
-            found, stats = run(fake.synchronize, placement="auto", speculation="always")
-    assert found == expected and fake.mismatches == 0
+        found = run(program, fake=fake, placement="auto", **given)
+    assert found.digests == expected.digests and fake.mismatches == 0
     assert len(set(resident)) == 5 and min(resident) == 0
-    assert stats["buckets_speculated"] > 0
+    assert found.stats["buckets_speculated"] > 0
 
 
 class Shuffled(nn.Module):

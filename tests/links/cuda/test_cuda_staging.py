@@ -20,8 +20,7 @@ from superoffload.links.cuda.link import CudaLink
 from superoffload.metrics import Monitor
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device, on_host
-from tests.support.fake_cuda_training import training
-from tests.support.link_runs import LATE, deep_model
+from tests.support.fake_cuda_training import LATE, deep_model, training
 
 Look = Callable[[], None]
 Outcome = tuple[dict[str, str], dict[str, float | int]]

@@ -24,9 +24,29 @@ from superoffload.links.cuda.link import CudaLink, CudaOptions
 from superoffload.optimizer.tracked_param import TrackedParam
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, LateLink, garbage_like, on_fake_device
-from tests.support.link_runs import STEPS, deep_model, train, two_branches
+from tests.support.fake_cuda_training import deep_model
 
 LATE = 20_000.0  # microseconds
+
+
+STEPS = 4
+
+
+def two_branches() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 24)])
+
+
+def train(model: Any, synchronize: Any) -> dict[str, str]:
+    """Both branches' gradients are in one bucket."""
+    with AdamW(model.parameters(), speculation="always", bucket_numel=100_000, threads=1) as optimizer:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            values = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
+            sum(branch(values).square().mean() for branch in model).backward()
+            optimizer.step()
+            synchronize()
+        return optimizer.state_digests()
 
 
 @pytest.mark.parametrize("reused", [False, True])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.deepspeed.training import OURS, STOCK, Recorded, config, end, make_engine, masters, run_steps
+from tests.support.deepspeed.training import (
+    OURS,
+    STOCK,
+    Recorded,
+    config,
+    end,
+    make_engine,
+    masters,
+    recorded_gradient,
+    run_steps,
+)
 
 CLIP_SOME = 0.75  # of the norms of recorded_gradient, about half are larger
 
@@ -55,15 +65,8 @@ class Scenario:
         return loss
 
     def train(self, engine: Any, steps: range) -> dict[str, Any]:
-        record = run_steps(
-            engine,
-            steps,
-            micros=self.micros,
-            loss_of=self.loss_of,
-            before_step=self.before_step,
-            one_step_call=self.one_step_call,
-        )
-        return record
+        more: dict[str, Any] = {"before_step": self.before_step, "one_step_call": self.one_step_call}
+        return run_steps(engine, steps, micros=self.micros, loss_of=self.loss_of, **more)
 
 
 def warm_up(engine: Any, step: int) -> None:
@@ -120,7 +123,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "8bit+split": {"state_dtype": "8bit", "master_dtype": "split"},
 }  # of state that takes fewer bytes
 
-MATCH = {"match_stock": True}
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "stock": (STOCK, None),
     "match": (OURS, {"speculation": "always", "match_stock": True}),
@@ -130,7 +132,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "ours, later": (OURS, {"speculation": "adaptive", "delivery": "on_demand"}),
     "super_offload": (
         {"device": "cpu", "super_offload": True},
-        {**MATCH, "delivery": "on_demand", "speculation": "always"},
+        {"match_stock": True, "delivery": "on_demand", "speculation": "always"},
     ),
 }
 
@@ -159,3 +161,45 @@ def distance(reference: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     """The largest difference of a weight, relative to the weight or 0.01, whichever is larger; NaN if one is NaN."""
     away = [(others[name] - value).abs() / value.abs().clamp(min=0.01) for name, value in reference.items()]
     return float(torch.stack([each.max() for each in away]).max())
+
+
+# ---- torch.optim.AdamW on the recorded gradients of two ranks, some of them absent -----------------------------------
+
+UNUSED = 4  # the dot that some steps or micro-batches leave out
+
+
+def reference(
+    windows: list[list[dict[int, Tensor]]],
+    accumulation: int,
+    clip: float,
+    skip: Collection[int] = (),
+    eps: float = 1e-8,
+) -> dict[str, Tensor]:
+    """torch.optim.AdamW on all gradients at once, averaged over ranks; an unused parameter has a gradient of zeros."""
+    torch.manual_seed(1)
+    model = Recorded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, eps=eps)
+    for step, micros in enumerate(windows):
+        if step in skip:
+            continue
+        for index, param in enumerate(model.parameters()):
+            param.grad = torch.zeros_like(param)
+            for gradients in micros:
+                if index in gradients:
+                    param.grad += gradients[index] / accumulation
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def gradients_of(step: int, micro: int, skip: tuple[int, ...] = ()) -> dict[int, Tensor]:
+    """The mean over two ranks, fp32 as the config of these tests accumulates."""
+    return {
+        index: (recorded_gradient(step, micro, 0, index, shape) + recorded_gradient(step, micro, 1, index, shape)) / 2
+        for index, shape in enumerate(Recorded.SHAPES)
+        if index not in skip
+    }
+
+
+NAME = f"dots.{UNUSED}.weight"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,30 +20,9 @@ Float64Array = npt.NDArray[np.float64]
 NORM_BLOCK = 1024
 
 
-class HyperLike(Protocol):
-    """What a bucket freezes when it is stepped. The kernels' own class fits too, without being imported here."""
-
-    @property
-    def lr(self) -> float: ...
-    @property
-    def beta1(self) -> float: ...
-    @property
-    def beta2(self) -> float: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def gradient_factor(self) -> float: ...
-    @property
-    def l2(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class Hyper:
-    """The reference's own hyper-parameters of one step."""
+    """What a step is frozen with; the kernels take it too."""
 
     lr: float
     beta1: float
@@ -94,7 +73,7 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
-def scalars(hyper: HyperLike) -> Scalars:
+def scalars(hyper: Hyper) -> Scalars:
     """Every constant computed in fp64, then rounded once; 1/0 is infinity."""
     correction1 = 1.0 - power(hyper.beta1, hyper.step)
     correction2 = 1.0 - power(hyper.beta2, hyper.step)
@@ -123,7 +102,7 @@ def step(
     exp_avg_sq: npt.NDArray[Any],
     gradient: npt.NDArray[Any],
     published: str,
-    hyper: HyperLike,
+    hyper: Hyper,
     noise: RandomWords | None = None,
 ) -> Stepped:
     """One step of AdamW (or, with `hyper.l2`, Adam) on fresh arrays; `published` names the shadow's format.
@@ -147,7 +126,7 @@ def step(
     return Stepped(new_master, store(new_exp_avg), store(new_exp_avg_sq), narrow(new_master, published))
 
 
-def effective_gradient(master: Float32Array, gradient: npt.NDArray[Any], hyper: HyperLike) -> Float32Array:
+def effective_gradient(master: Float32Array, gradient: npt.NDArray[Any], hyper: Hyper) -> Float32Array:
     """The gradient that enters the moments: converted, scaled once and, for Adam, with the L2 term."""
     k = scalars(hyper)
     with np.errstate(all="ignore"):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tests.support.reference.adam import Float32Array, HyperLike, effective_gradient, scalars
+from tests.support.reference.adam import Float32Array, Hyper, effective_gradient, scalars
 from tests.support.reference.convert import canonical, narrow
 from tests.support.reference.fma import fma
 from tests.support.reference.stochastic import RandomWords
@@ -125,7 +125,7 @@ def step(
     exp_avg_sq: Bytes,
     gradient: npt.NDArray[np.generic],
     published: str,
-    hyper: HyperLike,
+    hyper: Hyper,
     noise: RandomWords,
 ) -> Stepped:
     """One step of AdamW (or Adam); the lower half of ``noise`` rounds exp_avg, the upper one exp_avg_sq."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tests.support.reference.adam import Float32Array, HyperLike, Stepped, effective_gradient, scalars
+from tests.support.reference.adam import Float32Array, Hyper, Stepped, effective_gradient, scalars
 from tests.support.reference.fma import fma
 
 # Component: bias of its code, by code width in bytes. A code is the distance in units in the last place plus the bias.
@@ -26,7 +26,7 @@ class Estimates(NamedTuple):
     master: Float32Array
 
 
-def estimates(old_master: Float32Array, gradient: npt.NDArray[np.generic], new: Stepped, hyper: HyperLike) -> Estimates:
+def estimates(old_master: Float32Array, gradient: npt.NDArray[np.generic], new: Stepped, hyper: Hyper) -> Estimates:
     """The estimates of the old state. Undo in L2 mode restores the master first, so the true gradient is known here."""
     k = scalars(hyper)
     with np.errstate(all="ignore"):
@@ -52,7 +52,7 @@ def escapes(
     old: tuple[Float32Array, Float32Array, Float32Array],
     gradient: npt.NDArray[np.generic],
     new: Stepped,
-    hyper: HyperLike,
+    hyper: Hyper,
     width: int,
 ) -> dict[str, npt.NDArray[np.bool_]]:
     """For each component the lanes that escape; `old` is master, exp_avg, exp_avg_sq before the step.

@@ -1,6 +1,6 @@
 """The CPU as a platform of verl, which has none of its own, and verl's own FSDP2 engines for it.
 
-For the environment: ``VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=tests.support.verl_on_cpu``, in front of others.
+For the environment: ``VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=tests.integrations.verl_on_cpu``, in front of others.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Trains with torchtitan on processors, one run after another in the same ranks, and writes what each rank saw.
 
-    torchrun --nproc-per-node 2 -m tests.support.titan_program RESULTS CASES
+    torchrun --nproc-per-node 2 -m tests.integrations.titan_program RESULTS CASES
 
 CASES: a JSON file with a list of runs: {"name": ..., "arguments": [...]} for torchtitan. RESULTS: a folder for a JSON
 file per rank.

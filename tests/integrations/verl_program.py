@@ -1,6 +1,6 @@
 """Trains with verl's TrainingWorker on processors, one run after another in the same ranks; writes what each rank saw.
 
-    torchrun --nproc-per-node 2 -m tests.support.verl_program FOLDER CASES
+    torchrun --nproc-per-node 2 -m tests.integrations.verl_program FOLDER CASES
 
 CASES: a JSON file with a list of runs. "optim", "engine" and "model" go into verl's configurations; "engines" says
 whose engine trains; "actions" are methods of ``Run``, such as ["train 3", "save a-3"], and with "away" verl offloads to
@@ -36,7 +36,7 @@ ASK_FOR_THE_DEVICE = (
 
 def main(folder: Path, cases: Path) -> None:
     os.environ["VERL_PLATFORM"] = "cpu"
-    os.environ["VERL_USE_EXTERNAL_MODULES"] = "tests.support.verl_on_cpu,superoffload.integrations.verl"
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "tests.integrations.verl_on_cpu,superoffload.integrations.verl"
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         save_model(folder / "model")

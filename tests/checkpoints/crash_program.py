@@ -1,6 +1,6 @@
 """Saves checkpoints while every call to the disk in turn is the last, fails or is cut short, and loads what is left.
 
-Run with the library of tests/support/disk_faults.py: ``python -m tests.support.crash_program FOLDER``. It prints
+Run with the library of tests/support/disk_faults.py: ``python -m tests.checkpoints.crash_program FOLDER``. It prints
 counts and problems.
 """
 
@@ -21,8 +21,8 @@ import torch
 
 from superoffload import AdamW, checkpoints
 from superoffload.errors import DiskError, SuperOffloadError
+from tests.checkpoints import power_cuts
 from tests.convergence.local_ranks import PRELOAD
-from tests.support import power_cuts
 from tests.support.adamw_training import model_of, train
 from tests.support.disk_faults import KILL, KILLED, SHORT, TEAR, Record, Watch
 
