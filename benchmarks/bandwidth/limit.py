@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sources import ROOT, digest_of
+from benchmarks.report import ROOT, digest_of
 from benchmarks.workload import Workload
 from superoffload.errors import SuperOffloadError
 

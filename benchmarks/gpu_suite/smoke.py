@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_suite.bare_machine import PACKAGES
 from benchmarks.gpu_suite.devices import open_device
 from benchmarks.gpu_suite.given_gradients import Run, train
+from benchmarks.report import installed
 from superoffload.errors import ArgumentError
 
 WAYS = {"flag": True, "event": False}  # how the host notices an arrival: CudaOptions.arrival_flag
@@ -55,7 +57,7 @@ def run_smoke(device_name: str) -> dict[str, Any]:
         found["wrong"] += [f"{way}: {text}" for text in wrong]
         say(f"{facts}, {counts}: {wrong or 'the bits of the CPU'}")
     if device.kind == "cuda":
-        found["versions"] = {"torch_cuda": torch.version.cuda, **_versions()}
+        found["versions"] = {"torch_cuda": torch.version.cuda, **installed(*PACKAGES)}
     return {**found, "seconds": round(time.monotonic() - began, 1)}
 
 
@@ -78,12 +80,6 @@ def differences(run: Run, expected: Run) -> list[str]:
         if unequal:
             found.append(f"parameter {index}: {unequal} of {param.numel()} elements differ")
     return found
-
-
-def _versions() -> dict[str, str]:
-    from benchmarks.machine import packages
-
-    return packages()
 
 
 # ---- under NVIDIA's memory checker -----------------------------------------------------------------------------------

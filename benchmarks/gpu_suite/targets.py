@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.gpu_suite.contestants import ALL_ON_DEVICE, BARE, CONTESTANTS, OURS, OURS_CLIPPED, OURS_SYNCHRONOUS
-from benchmarks.jobs import DONE, FAILED, NOT_HERE, TIMED_OUT, with_numbers
+from benchmarks.gpu_suite.jobs import DONE, FAILED, NOT_HERE, TIMED_OUT, with_numbers
 
 Row = Mapping[str, Any]
 
