@@ -94,7 +94,7 @@ def _line(row: Row) -> str:
 def make_parser() -> argparse.ArgumentParser:
     parser = command.parser(
         "link",
-        "Processor seconds of worker threads that wait for a gradient, and the time from an arrival to the first chunk.",
+        "Processor seconds of workers that wait for a gradient, and the time from an arrival to the first chunk.",
         plot=False,
     )
     parser.add_argument("--threads", nargs="+", type=int, default=(2, 16, 64), metavar="N", help="waiting workers")

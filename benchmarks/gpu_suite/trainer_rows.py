@@ -83,7 +83,7 @@ class Text(IterableDataset[dict[str, Tensor]]):
         self._sequence = row.model.sequence
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        source = BatchSource(load_corpus(None, self._sequence).train, 1, self._sequence, 1)
+        source = BatchSource(load_corpus(self._sequence).train, 1, self._sequence, 1)
         while True:
             tokens = source.next()[0, : self._sequence].long()
             yield {"input_ids": tokens, "labels": tokens}

@@ -85,7 +85,7 @@ class Batches:
     """Holds micro-batches of real text, put on the device before they are needed."""
 
     def __init__(self, row: TrainRow, device: Device) -> None:
-        corpus = load_corpus(None, row.model.sequence)
+        corpus = load_corpus(row.model.sequence)
         self._source = BatchSource(corpus.train, row.batch, row.model.sequence, row.seed + 1 + rank())
         self._count, self._device = row.micro_batches, device.torch
 
