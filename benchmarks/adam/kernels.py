@@ -7,6 +7,7 @@ size and threads; and the same job done by peers. Everything in one table is int
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -16,7 +17,7 @@ from benchmarks.adam.accuracy import accuracy_table
 from benchmarks.adam.peers import PeerMissing, load_deepspeed
 from benchmarks.bandwidth.limit import MemoryLimit
 from benchmarks.timing import Contestant, Rounds, Samples, interleave, timed
-from benchmarks.workload import BETAS, BYTES_PER_PARAM, EPS, LR, WEIGHT_DECAY, Workload, journal_figures
+from benchmarks.workload import BETAS, BYTES_PER_PARAM, EPS, LR, WEIGHT_DECAY, Workload
 from superoffload import _native, kernels
 from superoffload.errors import ArgumentError, SuperOffloadError
 from superoffload.host.processors import allowed_cpus
@@ -54,12 +55,12 @@ def run_adam(
     numel: int, sizes: Sequence[int], threads: Sequence[int], isas: Sequence[str], seconds: float, *,
     with_deepspeed: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """Runs all parts; returns `limit`, `rows`, `journal`, `accuracy`, `peers` for the report.
+    """Runs all parts; returns `limit`, `rows`, `accuracy`, `peers` for the report.
 
     `numel`: elements of the large arrays; `sizes`: of the growth curves; `seconds`: per table.
     """
     rows: list[Row] = []
-    found: Row = {}
+    limit: Row = {}
     deepspeed, state = None, "left out"
     if with_deepspeed:
         try:
@@ -74,7 +75,7 @@ def run_adam(
             measured = table.measure(seconds)
             rows += measured
             if count == most:
-                found = table.facts(measured)
+                limit = table.limit(measured)
         grid = [(size, most) for size in sizes if size != numel]
         grid += [(numel, count) for count in threads if count not in (1, most)]
         for size, count in grid:
@@ -84,7 +85,7 @@ def run_adam(
         kernels.set_isa(before)
         torch.set_num_threads(torch_threads)
     peers = {"torch.optim.AdamW(fused=True)": f"torch {torch.__version__}", DEEPSPEED: state}
-    return {**found, "rows": rows, "accuracy": accuracy, "peers": peers}
+    return {"limit": limit, "rows": rows, "accuracy": accuracy, "peers": peers}
 
 
 class _Table:
@@ -124,14 +125,11 @@ class _Table:
             rows.append(row_of(one, self._threads, self._numel, limit, base, f"step {base.contestant.isa}"))
         return rows
 
-    def facts(self, rows: Sequence[Row]) -> dict[str, Row]:
-        """Returns the limit of a plain step with the ways that reach the limits, and figures of a journaled step."""
+    def limit(self, rows: Sequence[Row]) -> Row:
+        """Returns the limit of a plain step with the ways that reach the limits."""
         step = next(row for row in rows if row["name"] == limit_name("step"))
-        limit = {key: step[key] for key in ("name", "gb_per_s", "seconds_median")}
-        limit["how"] = {name: limit.way.describe() for name, limit in self._limits.items()}
-        work = self._workload.next_work()
-        journaled = work.run_all(Operation.step_journaled, 1)
-        return {"limit": limit, "journal": dict(journal_figures(work, self._numel)) if journaled else {}}
+        how = {name: asdict(limit.way) for name, limit in self._limits.items()}
+        return {**{key: step[key] for key in ("name", "gb_per_s", "seconds_median")}, "how": how}
 
 
 def row_of(one: Samples, threads: int, numel: int, limit: Samples | None, base: Samples | None, ratio_to: str) -> Row:

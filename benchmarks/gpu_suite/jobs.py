@@ -30,7 +30,6 @@ from superoffload.tools.output import naming_write_errors
 Row = dict[str, Any]
 
 DONE, FAILED, TIMED_OUT, NOT_HERE = "done", "failed", "timed out", "not here"
-LEFT = 3  # exit status
 RESULT_PATH = "{result}"  # in a command: the path for its JSON
 ENDS_VARIABLE = "BENCHMARK_JOB_ENDS"  # in a job's environment: when it is ended, by the monotonic clock
 

@@ -60,7 +60,7 @@ def _config(model: ModelConfig) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=model.vocabulary, hidden_size=model.hidden, intermediate_size=model.mlp,
         num_hidden_layers=model.layers, num_attention_heads=model.heads, num_key_value_heads=model.kv_heads,
-        max_position_embeddings=model.sequence, tie_word_embeddings=model.tied, use_cache=False,
+        max_position_embeddings=model.sequence, tie_word_embeddings=False, use_cache=False,
         attn_implementation="sdpa",
     )  # fmt: skip
 
