@@ -42,7 +42,7 @@ CHECKED := checkpoints/loading checkpoints/manifests checkpoints/saving engine/b
     project/public_names tools/plan tools/plan_inputs tools/verify tools/command_line tools/doctor
 TARGETS := demo test check docs build lint types format native-test clang-test sanitize-addresses sanitize-threads \
     sanitize arm-test arm-python-test old-cpu-test grace cuda-kernels old-deepspeed-test benchmarks-test \
-    fresh-clone-test release-test gpu-extension slot clean
+    fresh-clone-test release-test slot clean
 
 .DEFAULT_GOAL := help
 .PHONY: help FORCE $(TARGETS)
@@ -103,13 +103,6 @@ $(VENV)/.test-ready: $(VENV)/.test-requirements $(VENV)/.built
 	@touch $@
 
 build: $(VENV)/.built
-
-# The extension for another machine's Python, PYTHON=python3.12 say, with nothing but what a build needs: in build/gpu.
-gpu-extension:
-	$(PYTHON) -m venv --clear build/gpu-venv
-	build/gpu-venv/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-	    $$(grep -E '^(setuptools|pybind11)==' requirements/demo.txt)
-	build/gpu-venv/bin/python -m benchmarks.extension
 
 # All that travels to a bare machine with a GPU: PYTHON=python3.12 is the one there. Then the commands to give there.
 slot: $(VENV)/.test-ready

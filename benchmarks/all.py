@@ -11,9 +11,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from benchmarks.report import ROOT
 from superoffload.tools.output import naming_write_errors
 
-ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = (
     "adam", "hybrid_device", "in_place", "journal", "link", "memory", "rank_curves", "ranks", "schedule", "state",
     "tensors", "zero3",

@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.facts import benchmark_machine_facts, commit, version_facts
-from benchmarks.results_file import write_results
+from benchmarks.report import facts, write_results
 from superoffload.errors import ArgumentError, SuperOffloadError
 from superoffload.tools.output import add_option, check_writable
 
@@ -62,12 +61,7 @@ def start(
     try:
         check_writable(args.json, "json")
         check_writable(picture, "plot")
-        report: Report = {
-            "machine": benchmark_machine_facts(),
-            "versions": version_facts(),
-            "commit": commit(),
-            "command": [*parser.prog.split(), *sys.argv[1:]],
-        }
+        report: Report = {**facts(), "command": [*parser.prog.split(), *sys.argv[1:]]}
         report |= run(args)
         if args.json:
             write_results(args.json, report)

@@ -44,7 +44,7 @@ def train(factor: float, steps: int) -> dict[str, Any]:
     config = ModelConfig()
     model = build_model(config, torch.bfloat16, compute_dtype(torch.bfloat16), 0)
     numel = model.parameter_count()
-    batches = BatchSource(load_corpus(None, config.sequence).train, 16, config.sequence, 1)
+    batches = BatchSource(load_corpus(config.sequence).train, 16, config.sequence, 1)
     sizes: list[float | None] = []
     norm = None
     options: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "speculation": "always", "bucket_numel": 1 << 18}

@@ -24,7 +24,6 @@ SETTINGS = [
     {"state_dtype": state, "master_dtype": master} for state in ("fp32", "bf16", "8bit") for master in ("fp32", "split")
 ]
 _WIDTH = 4096
-_STATUS = Path("/proc/self/status")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -102,10 +101,8 @@ def measure(numel: int, steps: int, setting: dict[str, Any]) -> dict[str, Any]:
 
 def _resident(field: str) -> int:
     """Returns this process's resident memory in bytes: now (VmRSS), or at its peak (VmHWM)."""
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) << 10
-    raise OSError(f"{_STATUS} has no {field}")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

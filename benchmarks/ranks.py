@@ -1,8 +1,7 @@
 """Measures what the rank checks cost: the same training with ``rank_check`` off, light and full, in turn.
 
 The differences between whole steps drown in noise, so it times the checks' own work inside the step too: comparing the
-other ranks' packets, and the probe of what was published. The exchange itself is the verdict's, happens without checks
-too, and is shown apart. So is noticing users' edits of DTensors, which reads gradients and parameters again.
+other ranks' packets, and the probe of what was published.
 """
 
 from __future__ import annotations
@@ -11,28 +10,19 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from benchmarks import command
 from benchmarks.timing import in_turn
 from benchmarks.training.config import ModelConfig
+from superoffload import kernels
 from tests.convergence.local_ranks import LocalRanks
 
-OFF, LIGHT, FULL = "off", "light", "full"
-CONTESTANTS = (OFF, LIGHT, FULL)
-PARTS = ("step", "check", "exchange", "notice")
+CONTESTANTS = ("off", "light", "full")
 _WARM_UP = 4  # the first three steps are checked in full, whatever the option
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Has ``rows`` of ``model.sequence`` tokens per rank and step; a contestant trains ``rounds`` x ``steps`` steps."""
-
-    model: ModelConfig
-    rows: int
-    rounds: int
-    steps: int
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -58,114 +48,94 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         args.hidden, args.layers, args.rows, args.rounds, args.steps = 64, 1, 2, 1, 1
     mlp = int(args.hidden * 2.6875)
     model = ModelConfig(layers=args.layers, hidden=args.hidden, heads=8, kv_heads=4, mlp=mlp, sequence=64)
-    workload = Workload(model, args.rows, args.rounds, args.steps)
     with LocalRanks(args.ranks) as local:
-        measured = local.run(measure_rank, workload, limit=550.0)
+        measured = local.run(measure_rank, model, args.rows, args.rounds, args.steps, limit=550.0)
     rows: list[dict[str, Any]] = []
     for name in CONTESTANTS:
         # Per step the slowest rank counts.
-        parts = {part: list(map(max, zip(*(rank[name][part] for rank in measured), strict=True))) for part in PARTS}
-        medians = {part: statistics.median(seconds) for part, seconds in parts.items()}
-        step = medians["step"]
+        steps, checks = (
+            list(map(max, zip(*each, strict=True))) for each in zip(*(rank[name] for rank in measured), strict=True)
+        )
+        step, check = statistics.median(steps), statistics.median(checks)
         row = {
             "name": name,
             "ranks": args.ranks,
-            "isa": measured[0]["isa"],
+            "isa": kernels.current_isa(),
             "threads": 1,
             "dtype": "bf16",
             "numel": measured[0]["numel"],
             "tokens": args.rows * model.sequence,
-            "steps": len(parts["step"]),
+            "steps": len(steps),
             "seconds_median": step,
-            "seconds_min": min(parts["step"]),
-            "check_seconds_median": medians["check"],
-            "check_seconds_max": max(parts["check"]),
-            "exchange_seconds_median": medians["exchange"],
-            "of_step": medians["check"] / step,
-            "notice_seconds_median": medians["notice"],
-            "notice_of_step": medians["notice"] / step,
-            "ratio_to": OFF,
+            "seconds_min": min(steps),
+            "check_seconds_median": check,
+            "check_seconds_max": max(checks),
+            "of_step": check / step,
+            "ratio_to": CONTESTANTS[0],
             "ratio": step / (rows[0]["seconds_median"] if rows else step),
         }
         rows.append(row)
         print(
             f"rank_check={name:5}  step {1e3 * step:8.1f} ms (x {row['ratio']:.3f})  "
-            f"checks {1e3 * medians['check']:7.3f} ms ({row['of_step']:6.2%} of the step)  "
-            f"exchange {1e3 * medians['exchange']:7.3f} ms  "
-            f"noticing edits {1e3 * medians['notice']:7.3f} ms ({row['notice_of_step']:6.2%})"
+            f"checks {1e3 * check:7.3f} ms ({row['of_step']:6.2%} of the step)"
         )
     return {"rows": rows}
 
 
-def measure_rank(workload: Workload) -> dict[str, Any]:
+def measure_rank(model: ModelConfig, rows: int, rounds: int, steps: int) -> dict[str, Any]:
     """Measures in a rank; contestants take turns, so that a busy moment of the machine hits all of them."""
-    from superoffload import kernels
-
-    entrants = {name: _Entrant(name, workload) for name in CONTESTANTS}
+    entrants = {name: _Entrant(name, model, rows) for name in CONTESTANTS}
     for entrant in entrants.values():
         entrant.turn(_WARM_UP, counts=False)
-    for turn in range(workload.rounds):
+    for turn in range(rounds):
         for name in in_turn(CONTESTANTS, turn):
-            entrants[name].turn(workload.steps, counts=True)
-    found: dict[str, Any] = {name: entrant.times for name, entrant in entrants.items()}
-    numel = sum(param.numel() for param in entrants[OFF].engine.model.parameters())
+            entrants[name].turn(steps, counts=True)
+    found: dict[str, Any] = {name: (entrant.steps, entrant.checks) for name, entrant in entrants.items()}
     for entrant in entrants.values():
         entrant.engine.close()
-    return {**found, "isa": kernels.current_isa(), "numel": numel}
+    return {**found, "numel": sum(param.numel() for param in entrants["off"].engine.model.parameters())}
 
 
 class _Entrant:
-    """Trains one FSDP2 model, with clocks around the checks."""
+    """Trains one FSDP2 model on ``rows`` sequences per rank and step, with a clock around the checks."""
 
-    def __init__(self, check: str, workload: Workload) -> None:
+    def __init__(self, check: str, model: ModelConfig, rows: int) -> None:
         from tests.convergence.engines import Fsdp2
         from tests.convergence.setup import Setup
 
-        setup = Setup(model=workload.model, dtype="bf16", rank_check=check, bucket_numel=1 << 18, micro_batches=1)
-        self.workload = workload
+        setup = Setup(model=model, dtype="bf16", rank_check=check, bucket_numel=1 << 18, micro_batches=1)
+        self._shape = rows, model.sequence + 1
         self.engine = Fsdp2(setup, "always")
-        self.times: dict[str, list[float]] = {part: [] for part in PARTS}
-        self._now = dict.fromkeys(PARTS[1:], 0.0)
-        self._step = 0
+        self.steps: list[float] = []
+        self.checks: list[float] = []
+        self._now, self._step = 0.0, 0
         session = self.engine.optimizer._ranks.session
-        for method, part in (("_compare", "check"), ("ended", "check"), ("start", "exchange"), ("_take", "exchange")):
-            setattr(session, method, self._timed(getattr(session, method), part))
-        engine = self.engine.optimizer._engine
-        engine.packer.gradient_is = self._timed(engine.packer.gradient_is, "notice")
-        bits = engine.link.bit_sums
-        for method in ("of", "changed"):
-            setattr(bits, method, self._timed(getattr(bits, method), "notice"))
+        for method in ("_compare", "ended"):
+            setattr(session, method, self._timed(getattr(session, method)))
 
-    def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
-                self._now[part] += time.perf_counter() - began
+                self._now += time.perf_counter() - began
 
         return timed
 
     def turn(self, steps: int, *, counts: bool) -> None:
-        import torch
-        import torch.distributed as dist
-
-        model = self.workload.model
         for _ in range(steps):
             self._step += 1
             seed = 1000 * self._step + dist.get_rank()
-            shape = (self.workload.rows, model.sequence + 1)
-            tokens = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed))
+            tokens = torch.randint(0, 256, self._shape, generator=torch.Generator().manual_seed(seed))
             dist.barrier()
-            self._now = dict.fromkeys(self._now, 0.0)
-            began = time.perf_counter()
+            self._now, began = 0.0, time.perf_counter()
             self.engine.optimizer.zero_grad()
             self.engine.backward([tokens], 1.0)
             self.engine.optimizer.step()
             if counts:
-                self.times["step"].append(time.perf_counter() - began)
-                for part, seconds in self._now.items():
-                    self.times[part].append(seconds)
+                self.steps.append(time.perf_counter() - began)
+                self.checks.append(self._now)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,16 @@ from statistics import median
 from typing import Any
 
 from benchmarks import command, style
-from benchmarks.emulation.machine import BEHIND_PCIE, GRACE, H200, Machine, Operation, Workload
 from benchmarks.emulation.traces import FIXED, SETTLED_IN, SLOWEST, TRACES, run_trace
-from benchmarks.emulation.training import EmulatedTraining
+from benchmarks.emulation.training import (
+    BEHIND_PCIE,
+    GRACE,
+    H200,
+    EmulatedTraining,
+    Machine,
+    Operation,
+    Workload,
+)
 from superoffload.engine.schedule import Kind, Schedule, StepTimes, period
 from superoffload.errors import ArgumentError
 

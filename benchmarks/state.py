@@ -73,8 +73,12 @@ class Encoder:
         groups = decayed_groups(model, 0.01)
         masters = [param.detach().clone() for group in groups for param in group["params"]]
         model.to(torch.bfloat16)
-        optimizer: Any = PeerSteps(setting, groups, masters) if setting in PEERS else _ours(setting, groups, seed)
-        if setting not in PEERS:
+        optimizer: Any
+        if setting in PEERS:
+            optimizer = PeerSteps(setting, groups, masters)
+        else:
+            options = {**OPTIONS, **dict(zip(("state_dtype", "master_dtype"), STATE_SETTINGS[setting], strict=True))}
+            optimizer = AdamW(groups, **options, max_grad_norm=MAX_GRAD_NORM, bucket_numel=1 << 18, seed=seed)
             optimizer.load_masters(masters)
         scheduler = warmup_cosine(getattr(optimizer, "scheduled", optimizer), WARM_UP, steps)
         for batch, _ in zip(self._batches(seed), range(steps), strict=False):
@@ -109,12 +113,6 @@ def _example() -> ModuleType:
     module = util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _ours(setting: str, groups: list[dict[str, Any]], seed: int) -> AdamW:
-    moments, masters = STATE_SETTINGS[setting]
-    options = {**OPTIONS, "state_dtype": moments, "master_dtype": masters}
-    return AdamW(groups, **options, max_grad_norm=MAX_GRAD_NORM, bucket_numel=1 << 18, seed=seed)
 
 
 class PeerSteps:
@@ -170,16 +168,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for name in names[1:]:
         each = [loss - default for loss, default in zip(losses[name], losses[DEFAULT], strict=True)]
         half = half_interval(each)
-        differences.append(
-            {
-                "setting": name,
-                "ratio_to": DEFAULT,
-                "held_out_loss": fmean(losses[name]),
-                "mean_difference": fmean(each),
-                "half_interval": half,
-                "differences": each,
-            }
-        )
+        difference = {"setting": name, "ratio_to": DEFAULT, "held_out_loss": fmean(losses[name])}
+        difference |= {"mean_difference": fmean(each), "half_interval": half, "differences": each}
+        differences.append(difference)
         interval = "" if half is None else f" +- {half:.4f} (95 %)"
         print(f"{name} minus {DEFAULT}, mean: {fmean(each):+.4f}{interval} nats")
     spread = stdev(losses[DEFAULT]) if seeds > 1 else None

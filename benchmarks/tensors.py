@@ -116,13 +116,11 @@ def _optimizer(name: str, model: nn.Module, threads: int) -> Any:
 
 
 class _Contestant:
-    """Owns a model with its optimizer, and the seconds of each phase: elapsed, and of the process's processor time,
-    which stands still while other programs run."""
+    """Owns a model with its optimizer, and the seconds of each phase."""
 
     def __init__(self, name: str, args: argparse.Namespace, count: int) -> None:
         self.name = name
         self.seconds: Seconds = {phase: [] for phase in PHASES}
-        self.processor_seconds: Seconds = {phase: [] for phase in PHASES}
         self._count, self._used = count, max(1, count - round(args.idle * count))
         self._random = random.Random(0)  # the same for all contestants
         self._model = _Model(count, args.numel)
@@ -136,25 +134,20 @@ class _Contestant:
         """Takes one step more than it counts: the first one after another contestant's finds cold caches."""
         samples = [self._step() for _ in range(steps + 1)][1:]
         for phase, of_phase in zip(PHASES, zip(*samples, strict=True), strict=True):
-            elapsed, used = zip(*of_phase, strict=True)
-            self.seconds[phase].append(median(elapsed))
-            self.processor_seconds[phase].append(median(used))
+            self.seconds[phase].append(median(of_phase))
         if isinstance(self.optimizer, AdamW):
             self.optimizer.synchronize()  # so that worker threads have nothing to do while others are timed
 
-    def _step(self) -> list[tuple[float, float]]:
-        """Returns the two durations of each phase."""
+    def _step(self) -> list[float]:
+        """Returns the duration of each phase."""
         used = sorted(self._random.sample(range(self._count), self._used))
-        times = [_now()]
+        times = [time.perf_counter()]
         loss = self._model(self._x, used)
-        times.append(_now())
-        loss.backward()
-        times.append(_now())
-        self.optimizer.step()
-        times.append(_now())
-        self.optimizer.zero_grad()
-        times.append(_now())
-        return [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(times)]
+        times.append(time.perf_counter())
+        for phase in (loss.backward, self.optimizer.step, self.optimizer.zero_grad):
+            phase()
+            times.append(time.perf_counter())
+        return [after - before for before, after in pairwise(times)]
 
     def _totals(self) -> dict[str, float]:
         return dict(self.optimizer.stats()) if isinstance(self.optimizer, AdamW) else {}
@@ -167,10 +160,6 @@ class _Contestant:
         return {name: since[name] for name in _FATES if name in since}
 
 
-def _now() -> tuple[float, float]:
-    return time.perf_counter(), time.process_time()
-
-
 def run(args: argparse.Namespace) -> Row:
     command.positive(args, "counts", "numel", "processors", "rounds", "steps")
     cpus = allowed_cpus()[: args.processors]
@@ -180,8 +169,8 @@ def run(args: argparse.Namespace) -> Row:
         args.counts, args.rounds, args.steps = [50, 200], 2, 1
     os.sched_setaffinity(0, cpus)  # worker threads follow
     torch.set_num_threads(len(cpus))
-    print(f"{'':24}{'milliseconds of':^44}{'microseconds per tensor beyond autograd':^44}")
-    names = (*PHASES, *PHASES[1:], "bwd+step", "x fused", "per module")
+    print(f"{'':24}{'milliseconds of':^44}microseconds per tensor beyond autograd")
+    names = (*PHASES, "bwd+step", "x fused", "per module")
     print(f"{'tensors':>7} {'':16}" + "".join(f"{name:>11}" for name in names))
     rows: list[Row] = []
     with no_garbage_collection():  # it would hit one contestant and not the others
@@ -210,8 +199,7 @@ def _measure(args: argparse.Namespace, count: int) -> list[Row]:
 
 def _row(found: Mapping[str, _Contestant], name: str, args: argparse.Namespace, count: int) -> Row:
     """``seconds_per_tensor``: of backward and step() beyond autograd; ``ratio``: that, over what torch's fused AdamW
-    adds, unless noise hides this. ``processor_*``: the same in processor time. ``seconds_per_module``: what on-demand
-    delivery adds to the whole step, compared with eager delivery."""
+    adds, unless noise hides this. ``seconds_per_module``: what on-demand delivery adds to the whole eager step."""
     one = found[name]
     whole = [sum(seconds) for seconds in zip(*one.seconds.values(), strict=True)]
     row: Row = {
@@ -228,15 +216,12 @@ def _row(found: Mapping[str, _Contestant], name: str, args: argparse.Namespace, 
         "ratio_to": FUSED,
         "fates": one.fates(),
     }
-    for clock, key in (("", "seconds"), ("processor_", "processor_seconds")):
-        mine, alone, fused, eager = (getattr(found[who], key) for who in (name, AUTOGRAD, FUSED, OURS))
-        added, by_fused = (median(_beyond(its, alone, count, BOTH)) for its in (mine, fused))
-        row[f"{clock}seconds_per_tensor"] = added
-        row[f"{clock}ratio"] = added / by_fused if name != AUTOGRAD and by_fused > 0 else None
-        more = median(_beyond(mine, eager, count, PHASES)) if name == ON_DEMAND else None
-        row[f"{clock}seconds_per_module"] = more
     alone = found[AUTOGRAD].seconds
-    row["seconds_per_tensor_of"] = {phase: median(_beyond(one.seconds, alone, count, (phase,))) for phase in PHASES}
+    added, by_fused = (median(_beyond(found[who].seconds, alone, count, BOTH)) for who in (name, FUSED))
+    more = _beyond(one.seconds, found[OURS].seconds, count, PHASES)
+    row["seconds_per_tensor"] = added
+    row["ratio"] = added / by_fused if name != AUTOGRAD and by_fused > 0 else None
+    row["seconds_per_module"] = median(more) if name == ON_DEMAND else None
     return row
 
 
@@ -249,7 +234,6 @@ def _beyond(mine: Seconds, theirs: Seconds, count: int, phases: Sequence[str]) -
 def _line(row: Row) -> str:
     cells = [f"{1e3 * row['phases'][phase]:.3f}" for phase in PHASES]
     if row["name"] != AUTOGRAD:
-        cells += [f"{1e6 * row['seconds_per_tensor_of'][phase]:.1f}" for phase in PHASES[1:]]
         cells += [f"{1e6 * row['seconds_per_tensor']:.1f}", "" if row["ratio"] is None else f"{row['ratio']:.2f}"]
     if row["seconds_per_module"] is not None:
         cells.append(f"{1e6 * row['seconds_per_module']:.1f}")

@@ -20,9 +20,8 @@ _WARM_UP_STEPS = 12
 _JOURNAL_BYTES_PER_PARAM = 2.5  # one bucket's own: two-byte codes and their escapes
 _JOURNAL_BYTES = 1 << 16  # besides those per parameter, since few parameters average less
 
-# Bytes per parameter of everything here, with both journals' pages touched, and of what the contestants add.
+# Bytes per parameter of everything here, with both journals' pages touched.
 BYTES_PER_PARAM = 12 + 2 * _GRADIENTS + 2 + 2 + _JOURNAL_BYTES_PER_PARAM * _GRADIENTS
-PEER_BYTES_PER_PARAM = 4
 
 
 class Workload:
@@ -120,13 +119,3 @@ def _repeated(tile: Tensor, numel: int) -> Tensor:
     result[: whole * tile.numel()].view(whole, tile.numel()).copy_(tile)
     result[whole * tile.numel() :].copy_(tile[: numel - whole * tile.numel()])
     return result
-
-
-def journal_figures(work: _native.BucketWork, numel: int) -> dict[str, float]:
-    """Returns bytes per parameter and the share of words that escaped, of the last journaled step."""
-    use = work.journal_use()
-    names = ("exp_avg", "exp_avg_sq", "master")
-    return {
-        "journal_bytes_per_param": use.bytes / numel,
-        **{f"escaped_{name}": count / numel for name, count in zip(names, use.escapes, strict=True)},
-    }

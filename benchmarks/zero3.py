@@ -15,11 +15,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@dataclass(frozen=True)
-class Workload:
+class Workload(NamedTuple):
     width: int
     layers: int
     tokens: int
@@ -158,29 +156,23 @@ class _Entrant:
         }
 
 
-class _Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(torch.relu(self.up(self.norm(x))))
-        return x + out
-
-
 class _Model(nn.Module):
     """Predicts its own input, so that the loss falls."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(_Layer(workload.width) for _ in range(workload.layers)))
+        width = workload.width
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+            for _ in range(workload.layers)
+        )
         self.dtype = torch.bfloat16
 
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = (self.layers(x) - x.roll(1, -1)).float().square().mean()
-        return loss
+    def forward(self, batch: Tensor) -> Tensor:
+        x = batch
+        for layer in self.layers:
+            x = x + layer(x)
+        return (x - batch.roll(1, -1)).float().square().mean()
 
 
 def _config(name: str, workload: Workload) -> dict[str, Any]:
@@ -235,9 +227,9 @@ def run(args: argparse.Namespace) -> Row:
 def _row(name: str, ranks: int, workload: Workload, found: Sequence[dict[str, Row]]) -> Row:
     """Returns the first rank's measurements, with the memory of all ranks."""
     mine, stock = found[0][name], found[0][STOCK]
-    parts = {"seconds": "steps", "optimizer_seconds": "parts"}
     times: dict[str, list[float]] = {
-        key: [seconds for turn in mine[part] for seconds in turn] for key, part in parts.items()
+        key: [seconds for turn in mine[part] for seconds in turn]
+        for key, part in (("seconds", "steps"), ("optimizer_seconds", "parts"))
     }
     return {
         "name": name,

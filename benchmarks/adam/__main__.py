@@ -15,7 +15,6 @@ from benchmarks.adam.kernels import (
     JOB,
     OPERATIONS,
     TORCH,
-    AdamBenchmark,
     Row,
     check_memory,
     limit_name,
@@ -70,7 +69,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         return _states(args.state, numel, threads[-1], isas[-1], seconds)
     check_memory(max(numel, *sizes) if sizes else numel)
     report: dict[str, Any] = {"settings": {"numel": numel, "isas": isas, "threads": threads}}
-    report |= run_adam(AdamBenchmark(numel, sizes, threads, isas, seconds), command.say)
+    report |= run_adam(numel, sizes, threads, isas, seconds)
     print(_table(report["rows"]))
     print(accuracy_text(report["accuracy"]))
     for name, state in report["peers"].items():

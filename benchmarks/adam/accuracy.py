@@ -129,8 +129,8 @@ def accuracy_table(numel: int, deepspeed_class: Any | None = None) -> list[dict[
     for name in contestants:
         for part in PARTS:
             means, largest = zip(*found[name, part], strict=True)
-            row = {"mean_ulp": np.mean(means), "median_largest_ulp": np.median(largest), "largest_ulp": max(largest)}
-            rows.append({"name": name, "array": part, **{key: float(value) for key, value in row.items()}})
+            row = {"name": name, "array": part, "mean_ulp": float(np.mean(means))}
+            rows.append({**row, "median_largest_ulp": float(np.median(largest)), "largest_ulp": max(largest)})
     return rows
 
 

@@ -7,7 +7,8 @@ size and threads; and the same job done by peers. Everything in one table is int
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from benchmarks.adam.accuracy import accuracy_table
 from benchmarks.adam.peers import PeerMissing, load_deepspeed
 from benchmarks.bandwidth.limit import MemoryLimit
 from benchmarks.timing import Contestant, Rounds, Samples, interleave, timed
-from benchmarks.workload import BETAS, BYTES_PER_PARAM, EPS, LR, WEIGHT_DECAY, Workload, journal_figures
+from benchmarks.workload import BETAS, BYTES_PER_PARAM, EPS, LR, WEIGHT_DECAY, Workload
 from superoffload import _native, kernels
 from superoffload.errors import ArgumentError, SuperOffloadError
 from superoffload.host.processors import allowed_cpus
@@ -24,7 +25,6 @@ from superoffload.host.system import System, usable_memory
 
 Operation = _native.Operation
 Row = dict[str, Any]
-Progress = Callable[[str], None]
 
 # name of the row: operation for the memory limit, bytes per code
 OPERATIONS = {
@@ -42,18 +42,6 @@ OPTIONS: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay":
 _ACCURACY_NUMEL = 1 << 18
 
 
-@dataclass(frozen=True)
-class AdamBenchmark:
-    """Holds settings. `numel`: elements of the large arrays; `sizes`: of the growth curves; `seconds`: per table."""
-
-    numel: int
-    sizes: Sequence[int]
-    threads: Sequence[int]
-    isas: Sequence[str]
-    seconds: float
-    with_deepspeed: bool = True
-
-
 def check_memory(numel: int, bytes_per_param: float = BYTES_PER_PARAM) -> None:
     """Raises if arrays of `numel` elements would not fit into memory."""
     needed, available = numel * bytes_per_param, usable_memory(System())
@@ -63,47 +51,41 @@ def check_memory(numel: int, bytes_per_param: float = BYTES_PER_PARAM) -> None:
         )
 
 
-def run_adam(settings: AdamBenchmark, progress: Progress) -> dict[str, Any]:
-    """Runs all parts; returns `limit`, `rows`, `journal`, `accuracy`, `peers` for the report."""
+def run_adam(
+    numel: int, sizes: Sequence[int], threads: Sequence[int], isas: Sequence[str], seconds: float, *,
+    with_deepspeed: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """Runs all parts; returns `limit`, `rows`, `accuracy`, `peers` for the report.
+
+    `numel`: elements of the large arrays; `sizes`: of the growth curves; `seconds`: per table.
+    """
     rows: list[Row] = []
-    found: Row = {}
-    deepspeed, peers = _find_deepspeed(settings.with_deepspeed, progress)
+    limit: Row = {}
+    deepspeed, state = None, "left out"
+    if with_deepspeed:
+        try:
+            deepspeed, state = load_deepspeed(), f"deepspeed {version('deepspeed')}"
+        except PeerMissing as missing:
+            state = str(missing)
     before, torch_threads = kernels.current_isa(), torch.get_num_threads()
-    most = max(settings.threads)
+    most = max(threads)
     try:
-        for threads in sorted({1, most}, reverse=True):
-            progress(f"all operations, {settings.numel:,} elements, {threads} threads")
-            table = _Table(settings.numel, threads, settings.isas, deepspeed)
-            measured = table.measure(Rounds(5, 200, settings.seconds))
+        for count in sorted({1, most}, reverse=True):
+            table = _Table(numel, count, isas, deepspeed)
+            measured = table.measure(seconds)
             rows += measured
-            if threads == most:
-                found = table.facts(measured)
-        grid = [(numel, most) for numel in settings.sizes if numel != settings.numel]
-        grid += [(settings.numel, threads) for threads in settings.threads if threads not in (1, most)]
-        for numel, threads in grid:
-            progress(f"step, {numel:,} elements, {threads} threads")
-            table = _Table(numel, threads, settings.isas[-1:], None, only=("step", "journaled"))
-            rows += table.measure(Rounds(5, 200, min(2.0, settings.seconds)))
-        progress("accuracy of one step")
+            if count == most:
+                limit = table.limit(measured)
+        grid = [(size, most) for size in sizes if size != numel]
+        grid += [(numel, count) for count in threads if count not in (1, most)]
+        for size, count in grid:
+            rows += _Table(size, count, isas[-1:], None, only=("step", "journaled")).measure(min(2.0, seconds))
         accuracy = accuracy_table(_ACCURACY_NUMEL, deepspeed)
     finally:
         kernels.set_isa(before)
         torch.set_num_threads(torch_threads)
-    return {**found, "rows": rows, "accuracy": accuracy, "peers": peers}
-
-
-def _find_deepspeed(wanted: bool, progress: Progress) -> tuple[Any | None, dict[str, str]]:
-    peers = {"torch.optim.AdamW(fused=True)": f"torch {torch.__version__}"}
-    if not wanted:
-        return None, {**peers, DEEPSPEED: "left out"}
-    progress("DeepSpeedCPUAdam; its kernel compiles at first use, in a minute or more")
-    try:
-        found = load_deepspeed()
-    except PeerMissing as missing:
-        return None, {**peers, DEEPSPEED: str(missing)}
-    import deepspeed
-
-    return found, {**peers, DEEPSPEED: f"deepspeed {deepspeed.__version__}"}
+    peers = {"torch.optim.AdamW(fused=True)": f"torch {torch.__version__}", DEEPSPEED: state}
+    return {"limit": limit, "rows": rows, "accuracy": accuracy, "peers": peers}
 
 
 class _Table:
@@ -130,9 +112,9 @@ class _Table:
                 contestants += _peer(DEEPSPEED, deepspeed, workload, workload.step, adamw_mode=True)
         self._contestants = contestants
 
-    def measure(self, rounds: Rounds) -> list[Row]:
+    def measure(self, seconds: float) -> list[Row]:
         try:
-            samples = interleave(self._contestants, rounds)
+            samples = interleave(self._contestants, Rounds(5, 200, seconds))
         finally:
             self._pool.close()
         rows = []
@@ -143,14 +125,11 @@ class _Table:
             rows.append(row_of(one, self._threads, self._numel, limit, base, f"step {base.contestant.isa}"))
         return rows
 
-    def facts(self, rows: Sequence[Row]) -> dict[str, Row]:
-        """Returns the limit of a plain step with the ways that reach the limits, and figures of a journaled step."""
+    def limit(self, rows: Sequence[Row]) -> Row:
+        """Returns the limit of a plain step with the ways that reach the limits."""
         step = next(row for row in rows if row["name"] == limit_name("step"))
-        limit = {key: step[key] for key in ("name", "gb_per_s", "seconds_median")}
-        limit["how"] = {name: limit.way.describe() for name, limit in self._limits.items()}
-        work = self._workload.next_work()
-        journaled = work.run_all(Operation.step_journaled, 1)
-        return {"limit": limit, "journal": dict(journal_figures(work, self._numel)) if journaled else {}}
+        how = {name: asdict(limit.way) for name, limit in self._limits.items()}
+        return {**{key: step[key] for key in ("name", "gb_per_s", "seconds_median")}, "how": how}
 
 
 def row_of(one: Samples, threads: int, numel: int, limit: Samples | None, base: Samples | None, ratio_to: str) -> Row:

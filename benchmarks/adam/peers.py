@@ -34,7 +34,6 @@ class LeanPeer:
     bytes_per_param: float
 
     def optimizer(self, params: Sequence[Any], **options: Any) -> Any:
-        """Makes the optimizer; raises PeerMissing where the library cannot be used."""
         return self.check()(params, **options)
 
     def check(self) -> Any:

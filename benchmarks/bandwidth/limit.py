@@ -14,13 +14,12 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_size_t, c_void_p
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from benchmarks.sources import ROOT, digest_of
+from benchmarks.report import ROOT, digest_of
 from benchmarks.workload import Workload
 from superoffload.errors import SuperOffloadError
 
@@ -75,12 +74,6 @@ def _compile_to(path: Path) -> None:
         os.replace(made, path)
 
 
-def memory_loops() -> list[str]:
-    """Lists loops by the width of their vectors, narrowest first; the first one runs on every processor."""
-    names = (library().loops_name(index) for index in range(4))
-    return [name.decode() for name in names if name]
-
-
 READ, WRITE, UPDATE = Access.read, Access.write, Access.update
 
 _BLOCKS = (64, 256, 1024)
@@ -116,12 +109,10 @@ class Way:
     block: int
     streaming_stores: bool
 
-    def describe(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def all_ways() -> list[Way]:
-    loops = memory_loops()
+    names = (library().loops_name(index) for index in range(4))
+    loops = [name.decode() for name in names if name]  # narrowest vectors first; they run on every processor
     return [
         Way(name, block, streaming)
         for name in dict.fromkeys((loops[0], loops[-1]))

@@ -6,8 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.emulation.machine import Machine, Workload
-from benchmarks.emulation.training import EmulatedTraining
+from benchmarks.emulation.training import EmulatedTraining, Machine, Workload
 from superoffload.engine.schedule import Schedule, Situation
 
 SETTLED_IN = 20  # steps that are not counted: the schedule learns
@@ -33,15 +32,10 @@ def _random(chance: float) -> Callable[[int], list[bool]]:
     return trace
 
 
-def clips_until(last: int) -> Callable[[int], list[bool]]:
-    """Returns a trace in which every step clips up to step ``last``, none after it."""
-    return lambda steps: [step < last for step in range(steps)]
-
-
 TRACES: dict[str, Callable[[int], list[bool]]] = {
     "never clips": lambda steps: [False] * steps,
     "clips at every step": lambda steps: [True] * steps,
-    "clips until step 1000": clips_until(1000),
+    "clips until step 1000": lambda steps: [step < 1000 for step in range(steps)],
     "alternates": lambda steps: [step % 2 == 0 for step in range(steps)],
     "random 10 %": _random(0.1),
     "random 50 %": _random(0.5),
@@ -59,8 +53,6 @@ FIXED: dict[str, Callable[[], Schedule]] = {
 class TraceResult:
     """Holds seconds after the first steps; ``fixed``: of each choice that is the same in every step."""
 
-    name: str
-    steps: int
     adaptive: float
     fixed: dict[str, float]
 
@@ -85,4 +77,4 @@ def run_trace(
         return sum(training.run(trace)[SETTLED_IN:])
 
     fixed = {choice: seconds(make()) for choice, make in FIXED.items()}
-    return TraceResult(name, steps, seconds(Schedule("adaptive")), fixed)
+    return TraceResult(seconds(Schedule("adaptive")), fixed)

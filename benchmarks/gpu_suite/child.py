@@ -29,11 +29,15 @@ def run(what: str, values: dict[str, Any]) -> dict[str, Any]:
         from benchmarks.gpu_suite import smoke
 
         return smoke.run_smoke(**values) if what == "smoke" else smoke.run_sanitized(**values)
+    if what == "trainer":
+        from benchmarks.gpu_suite.settings import TrainRow
+        from benchmarks.gpu_suite.trainer_rows import measure_trainer
+
+        return measure_trainer(TrainRow.from_json(values))
     from benchmarks.gpu_suite import machine_rows
 
     measurements: dict[str, Any] = {
         "link": machine_rows.measure_link,
-        "pack": machine_rows.measure_pack,
         "adam": machine_rows.measure_adam,
         "deepspeed kernel": machine_rows.compile_deepspeed_kernel,
     }

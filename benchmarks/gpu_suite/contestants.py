@@ -9,49 +9,36 @@ from __future__ import annotations
 import gzip
 import os
 import shutil
+import socket
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gpu_suite.settings import ALWAYS_CLIPS, BETAS, EPS, LR, NEVER_CLIPS, WEIGHT_DECAY, TrainRow
 from benchmarks.training.model import Transformer
+from superoffload import AdamW
 
 FILES_VARIABLE = "GPU_SUITE_FILES"  # in the environment: folder for files that belong to the results
 HYPER: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
 
 
-class Contestant(Protocol):
-    def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """Runs forward and backward of every micro-batch and the optimizer's step; returns the mean loss."""
-
-    def settle(self) -> None:
-        """Returns once nothing runs on the CPU either."""
-
-    def counters(self) -> dict[str, float]:
-        """Returns totals so far; a row reports what the timed steps added."""
-
-    def facts(self) -> dict[str, Any]:
-        """Returns facts about the contestant after the run."""
-
-    def close(self) -> None: ...
-
-
-Make = Callable[[Transformer, TrainRow], Contestant]
-
-
 @dataclass(frozen=True)
 class Entry:
-    """Names a contestant. ``kind``: bound (of what is possible), ours or peer. ``make`` may be "module:function"."""
+    """Names a contestant. ``kind``: bound (of what is possible), ours or peer."""
 
     kind: str
     text: str
-    make: Make | str
+    make: Callable[[Any, TrainRow], Plain]
     package: str | None = None
     needs_gpu: bool = False
 
@@ -72,28 +59,19 @@ class Entry:
             return f"{self.package} cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return None
 
-    def build(self, model: Transformer, row: TrainRow) -> Contestant:
-        if isinstance(self.make, str):
-            module, _, function = self.make.partition(":")
-            make: Make = getattr(import_module(module), function)
-            return make(model, row)
-        return self.make(model, row)
-
 
 class Plain:
-    """Runs forward and backward only, from which an optimizer's exposed time is measured."""
+    """Runs forward and backward only, from which an optimizer's exposed time is measured; others differ in parts."""
 
     def __init__(self, model: Any, row: TrainRow) -> None:
         self.model = model
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        total: Tensor | None = None
-        for micro, tokens in enumerate(micro_batches):
-            loss = self.backward(tokens, 1 / len(micro_batches), last=micro + 1 == len(micro_batches))
-            total = loss if total is None else total + loss
+        """Runs forward and backward of every micro-batch and the optimizer's step; returns the mean loss."""
+        count = len(micro_batches)
+        losses = [self.backward(each, 1 / count, last=at + 1 == count) for at, each in enumerate(micro_batches)]
         self.optimize()
-        assert total is not None
-        return total
+        return torch.stack(losses).sum()
 
     def backward(self, tokens: Tensor, share: float, *, last: bool) -> Tensor:
         loss: Tensor = self.model.loss(tokens) * share
@@ -104,12 +82,15 @@ class Plain:
         for param in self.model.parameters():
             param.grad = None
 
-    def settle(self) -> None: ...
+    def settle(self) -> None:
+        """Returns once nothing runs on the CPU either."""
 
     def counters(self) -> dict[str, float]:
+        """Returns totals so far; a row reports what the timed steps added."""
         return {}
 
     def facts(self) -> dict[str, Any]:
+        """Returns facts about the contestant after the run."""
         return {}
 
     def close(self) -> None: ...
@@ -162,15 +143,9 @@ class Ours(Plain):
         super().__init__(model, row)
         self.compares = not row.device.startswith("cuda")
         self.setting, self.steps = setting, 0
-        self.trace = timeline_path() if setting.traced else None
-        self.optimizer: Any = self.make_optimizer(model)
-
-    def make_optimizer(self, model: Any) -> Any:
-        from superoffload import AdamW
-
-        setting = self.setting
+        self.trace = str(Path(os.environ.get(FILES_VARIABLE, "."), "timeline.json")) if setting.traced else None
         whose = {"module" if setting.delivery == "on_demand" else "model": model}
-        return AdamW(
+        self.optimizer: Any = AdamW(
             model.parameters(), **HYPER, max_grad_norm=setting.threshold(0), speculation=setting.speculation,
             delivery=setting.delivery, threads=setting.threads, placement=setting.placement, trace=self.trace,
             state_dtype=setting.state_dtype, master_dtype=setting.master_dtype, **whose,
@@ -207,30 +182,17 @@ class Ours(Plain):
         digests = {"digests": self.optimizer.state_digests()} if self.compares else {}
         link = self.optimizer._engine.link
         facts = {name: getattr(link, name, None) for name in ("pinned", "uses_flag")}
-        return {"stats": self.optimizer.stats(), "measured": self.measured(), "link": facts, **digests}
-
-    def measured(self) -> dict[str, float]:
-        """Returns seconds of the last steps: forward, backward, and each operation per parameter."""
-        times = self.optimizer._engine.schedule.times
-        operations = {operation.name: times.seconds(operation, 1) for operation in times.operations}
-        return {"forward": times.forward, "backward": times.backward, **operations} if operations else {}
+        times = self.optimizer._engine.schedule.times  # of the last steps; an operation's per parameter
+        measured = {operation.name: times.seconds(operation, 1) for operation in times.operations}
+        measured |= {"forward": times.forward, "backward": times.backward} if measured else {}
+        return {"stats": self.optimizer.stats(), "measured": measured, "link": facts, **digests}
 
     def close(self) -> None:
         self.optimizer.close()
         if self.trace is not None:
-            compress(self.trace)
-
-
-def timeline_path() -> str:
-    """Returns a path in the folder that the suite's caller gets back, or in the current one."""
-    return str(Path(os.environ.get(FILES_VARIABLE, "."), "timeline.json"))
-
-
-def compress(path: str) -> None:
-    """Replaces the file by PATH.gz, which Perfetto opens as it is."""
-    with open(path, "rb") as source, gzip.open(f"{path}.gz", "wb") as target:
-        shutil.copyfileobj(source, target)
-    os.unlink(path)
+            with open(self.trace, "rb") as source, gzip.open(f"{self.trace}.gz", "wb") as target:
+                shutil.copyfileobj(source, target)  # Perfetto opens it as it is
+            os.unlink(self.trace)
 
 
 class TorchAo(Plain):
@@ -251,8 +213,142 @@ class TorchAo(Plain):
         self.optimizer.zero_grad()
 
 
-def ours(**setting: Any) -> Make:
-    return lambda model, row: Ours(model, row, Setting(**setting))
+# ---- FSDP2 -----------------------------------------------------------------------------------------------------------
+
+
+def be_a_rank() -> None:
+    """Makes this process the only rank, unless a launcher set its rank."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+
+
+def shard(model: Transformer, row: TrainRow, **options: Any) -> Any:
+    """Applies fully_shard to every block and to the model; bf16 parameters, gradients reduced in fp32."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    be_a_rank()
+    cuda = row.device.startswith("cuda")
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if cuda else "gloo")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    options = {"mp_policy": policy, "mesh": init_device_mesh("cuda" if cuda else "cpu", (row.ranks,)), **options}
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+class OursSharded(Ours):
+    def __init__(self, model: Transformer, row: TrainRow) -> None:
+        super().__init__(shard(model, row), row, Setting())
+
+    def close(self) -> None:
+        super().close()
+        dist.destroy_process_group()
+
+
+class Fsdp2(Plain):
+    """Keeps fp32 parameters, cast to bf16 for compute, and moments on the device; or, with ``offload``, parameters,
+    gradients and state in host memory, stepped after backward."""
+
+    def __init__(self, model: Transformer, row: TrainRow, *, offload: bool) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        options = {"offload_policy": CPUOffloadPolicy(pin_memory=row.device.startswith("cuda"))} if offload else {}
+        super().__init__(shard(model.float(), row, **options), row)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **HYPER, fused=True)
+
+    def optimize(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), NEVER_CLIPS)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+# ---- DeepSpeed -------------------------------------------------------------------------------------------------------
+
+
+class DeepSpeed(Plain):
+    """Trains on one rank in bf16, with AdamW on the CPU, as its documentation configures ZeRO-Offload (``stage`` 2, 3)
+    and SuperOffload (``superoffload``, stage 3). ``clipping`` 0 is none."""
+
+    def __init__(
+        self, model: Transformer, row: TrainRow, *, stage: int, clipping: float, superoffload: bool = False
+    ) -> None:
+        super().__init__(model, row)
+        prepare_deepspeed(row.device)
+        import deepspeed
+
+        deepspeed.init_distributed("nccl" if row.device.startswith("cuda") else "gloo")
+        offload: dict[str, Any] = {"device": "cpu", "pin_memory": row.device.startswith("cuda")}
+        config = {
+            "train_micro_batch_size_per_gpu": row.batch,
+            "gradient_accumulation_steps": row.micro_batches,
+            "gradient_clipping": clipping,
+            "bf16": {"enabled": True},
+            "zero_optimization": {
+                "stage": stage,
+                "offload_optimizer": {**offload, **({"super_offload": True} if superoffload else {})},
+                "overlap_comm": stage == 3 and not superoffload,
+                "contiguous_gradients": True,
+                # Several sub-groups: with one, nothing could be stepped before backward has ended.
+                **({"sub_group_size": 100_000_000} if stage == 3 else {}),
+            },
+            "optimizer": {"type": "AdamW", "params": {**HYPER, "betas": list(BETAS)}},
+            "steps_per_print": 10**9,
+        }
+        self.engine, *_ = deepspeed.initialize(model=Loss(model), config=config)
+
+    def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        losses = []
+        for tokens in micro_batches:
+            loss = self.engine(tokens)
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach() / len(micro_batches))
+        return torch.stack(losses).sum()
+
+    def facts(self) -> dict[str, Any]:
+        return {"deepspeed": version("deepspeed"), "optimizer": type(self.engine.optimizer).__name__}
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+class Loss(torch.nn.Module):
+    """Makes forward the loss, since DeepSpeed's engine calls forward."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model.loss(tokens)
+
+
+def prepare_deepspeed(device: str) -> None:
+    """Sets up a single rank unless a launcher did, and finds the kernels' compilers next to this Python."""
+    be_a_rank()
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if device.startswith("cuda") else "cpu")
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
+# ---- the list --------------------------------------------------------------------------------------------------------
+
+
+def ours(text: str, *, needs_gpu: bool = False, **setting: Any) -> Entry:
+    return Entry("ours", text, lambda model, row: Ours(model, row, Setting(**setting)), needs_gpu=needs_gpu)
+
+
+def deepspeed_entry(text: str, *, needs_gpu: bool = False, **options: Any) -> Entry:
+    return Entry("peer", text, partial(DeepSpeed, **options), "deepspeed", needs_gpu)
 
 
 BARE, ALL_ON_DEVICE = "forward and backward only", "all on the device"
@@ -264,42 +360,35 @@ ZERO_OFFLOAD = "DeepSpeed ZeRO-Offload"
 FSDP2_OFFLOAD, FSDP2_ON_DEVICE = "FSDP2 CPU offload", "FSDP2, all on the device"
 OURS_FSDP2 = "ours, FSDP2"
 THREADS = (8, 12, 14, 16)
-_DEEPSPEED = "benchmarks.gpu_suite.deepspeed_contestants:"
-_FSDP2 = "benchmarks.gpu_suite.fsdp2_contestants:"
+_LEAN: dict[str, Any] = {"state_dtype": "bf16", "master_dtype": "split"}
 _NO_CLIPPING = "clipping on, never triggered"
 
 CONTESTANTS: dict[str, Entry] = {
     BARE: Entry("bound", "no optimizer", Plain),
     ALL_ON_DEVICE: Entry("bound", "torch.optim.AdamW(fused=True) on fp32 masters", AllOnDevice),
-    OURS: Entry("ours", f'delivery="on_demand", {_NO_CLIPPING}', ours()),
-    OURS_CLIPPED: Entry("ours", "clipping at every step", ours(clipped=1.0)),
-    "ours, 10 % clipped": Entry("ours", "clipping at every tenth step", ours(clipped=0.1)),
-    "ours, 50 % clipped": Entry("ours", "clipping at every second step", ours(clipped=0.5)),
-    "ours, eager": Entry("ours", 'delivery="eager"', ours(delivery="eager")),
-    "ours, eager, every step clipped": Entry("ours", 'delivery="eager"', ours(clipped=1.0, delivery="eager")),
-    OURS_SYNCHRONOUS: Entry("ours", 'speculation="never"', ours(speculation="never")),
-    **{f"ours, {threads} threads": Entry("ours", f"threads={threads}", ours(threads=threads)) for threads in THREADS},
-    "ours, placement auto": Entry("ours", 'placement="auto"', ours(placement="auto"), needs_gpu=True),
-    "ours, placement 10 %": Entry(
-        "ours", "placement={'gpu_fraction': 0.1}", ours(placement={"gpu_fraction": 0.1}), needs_gpu=True
-    ),
-    OURS_BF16: Entry("ours", 'state_dtype="bf16", as torchao has it', ours(state_dtype="bf16")),
-    OURS_LEAN: Entry("ours", 'bf16 state, master_dtype="split"', ours(state_dtype="bf16", master_dtype="split")),
-    "ours, lean, every step clipped": Entry(
-        "ours", 'bf16 state, master_dtype="split"', ours(clipped=1.0, state_dtype="bf16", master_dtype="split")
-    ),
-    "ours, 8-bit state, split masters": Entry(
-        "ours", 'state_dtype="8bit", master_dtype="split"', ours(state_dtype="8bit", master_dtype="split")
-    ),
-    "ours, traced": Entry("ours", "trace=: writes timeline.json.gz", ours(traced=True)),
-    OURS_FSDP2: Entry("ours", "fully_shard", _FSDP2 + "ours"),
-    SUPEROFFLOAD: Entry("peer", "gradient_clipping off", _DEEPSPEED + "superoffload", "deepspeed", needs_gpu=True),
+    OURS: ours(f'delivery="on_demand", {_NO_CLIPPING}'),
+    OURS_CLIPPED: ours("clipping at every step", clipped=1.0),
+    "ours, 10 % clipped": ours("clipping at every tenth step", clipped=0.1),
+    "ours, 50 % clipped": ours("clipping at every second step", clipped=0.5),
+    "ours, eager": ours('delivery="eager"', delivery="eager"),
+    "ours, eager, every step clipped": ours('delivery="eager"', clipped=1.0, delivery="eager"),
+    OURS_SYNCHRONOUS: ours('speculation="never"', speculation="never"),
+    **{f"ours, {threads} threads": ours(f"threads={threads}", threads=threads) for threads in THREADS},
+    "ours, placement auto": ours('placement="auto"', placement="auto", needs_gpu=True),
+    "ours, placement 10 %": ours("placement={'gpu_fraction': 0.1}", placement={"gpu_fraction": 0.1}, needs_gpu=True),
+    OURS_BF16: ours('state_dtype="bf16", as torchao has it', state_dtype="bf16"),
+    OURS_LEAN: ours('bf16 state, master_dtype="split"', **_LEAN),
+    "ours, lean, every step clipped": ours('bf16 state, master_dtype="split"', clipped=1.0, **_LEAN),
+    "ours, 8-bit state, split masters": ours('state_dtype="8bit"', state_dtype="8bit", master_dtype="split"),
+    "ours, traced": ours("trace=: writes timeline.json.gz", traced=True),
+    OURS_FSDP2: Entry("ours", "fully_shard", OursSharded),
+    SUPEROFFLOAD: deepspeed_entry("gradient_clipping off", stage=3, clipping=0.0, superoffload=True, needs_gpu=True),
     TORCHAO: Entry("peer", "no clipping, bf16 state", TorchAo, "torchao", needs_gpu=True),
-    "DeepSpeed SuperOffload, clipping": Entry(
-        "peer", f"gradient_{_NO_CLIPPING}", _DEEPSPEED + "superoffload_clipping", "deepspeed", needs_gpu=True
+    "DeepSpeed SuperOffload, clipping": deepspeed_entry(
+        f"gradient_{_NO_CLIPPING}", stage=3, clipping=NEVER_CLIPS, superoffload=True, needs_gpu=True
     ),
-    ZERO_OFFLOAD: Entry("peer", f"stage 2, {_NO_CLIPPING}", _DEEPSPEED + "zero_offload", "deepspeed"),
-    ZERO3_OFFLOAD: Entry("peer", f"stage 3, {_NO_CLIPPING}", _DEEPSPEED + "zero3_offload", "deepspeed"),
-    FSDP2_ON_DEVICE: Entry("bound", "fp32 parameters, torch.optim.AdamW(fused=True)", _FSDP2 + "on_device"),
-    FSDP2_OFFLOAD: Entry("peer", f"CPUOffloadPolicy, {_NO_CLIPPING}", _FSDP2 + "offload"),
+    ZERO_OFFLOAD: deepspeed_entry(f"stage 2, {_NO_CLIPPING}", stage=2, clipping=NEVER_CLIPS),
+    ZERO3_OFFLOAD: deepspeed_entry(f"stage 3, {_NO_CLIPPING}", stage=3, clipping=NEVER_CLIPS),
+    FSDP2_ON_DEVICE: Entry("bound", "fp32 parameters, torch.optim.AdamW(fused=True)", partial(Fsdp2, offload=False)),
+    FSDP2_OFFLOAD: Entry("peer", f"CPUOffloadPolicy, {_NO_CLIPPING}", partial(Fsdp2, offload=True)),
 }

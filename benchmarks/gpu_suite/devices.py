@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import resource
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -168,13 +167,3 @@ def open_device(name: str) -> Device:
     if not torch.cuda.is_available():
         raise ArgumentError(f"device={name}: torch sees no CUDA device; --device cpu --toy tries the same code paths")
     return Cuda(name)
-
-
-def be_a_rank() -> None:
-    """Makes this process the only rank, unless a launcher set its rank."""
-    if "RANK" in os.environ:
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)

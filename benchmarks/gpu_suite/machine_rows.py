@@ -1,4 +1,4 @@
-"""Measures what the machine itself can do: the link both ways and together, packing against copying, a CPU step."""
+"""Measures what the machine itself can do: the link both ways and together, and a CPU step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.adam.kernels import AdamBenchmark, run_adam
+from benchmarks.adam.kernels import run_adam
 from benchmarks.gpu_suite.devices import Device, open_device
-from benchmarks.gpu_suite.pack_kernel import DriverKernels, PackKernel
 from benchmarks.timing import Contestant, Rounds, interleave
 from superoffload import kernels
-from superoffload.errors import SuperOffloadError
 from superoffload.host.processors import worker_cpus
 
 _ROUNDS = Rounds(5, 50, 3.0)
@@ -90,61 +88,14 @@ def _seconds(calls: dict[str, Callable[[], None]], device: Device) -> dict[str, 
     return {one.contestant.name: one.median for one in samples.values()}
 
 
-def measure_pack(device_name: str, numbytes: int) -> dict[str, Any]:
-    """Compares packing bf16 gradients (a copy, sums of squares) with a plain copy of the same bytes."""
-    device = open_device(device_name)
-    numel = numbytes // 2
-    gradient = torch.randn(numel, device=device.torch).bfloat16()
-    packed = torch.empty_like(gradient)
-    calls: dict[str, Callable[[], None]] = {"copy": lambda: _copy(packed, gradient, None)}
-    ways, missing = _pack_ways(device, gradient, packed)
-    calls.update(ways)
-    seconds = _seconds(calls, device)
-    rates = {f"{name}_gb_per_s": 2 * numbytes / took / 1e9 for name, took in seconds.items()}
-    ratios = {f"{name}_of_copy": seconds["copy"] / took for name, took in seconds.items() if name != "copy"}
-    return {"bytes": numbytes, **rates, **ratios, "missing_ways": missing, **device.facts()}
-
-
-def _pack_ways(
-    device: Device, gradient: Tensor, packed: Tensor
-) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
-    """Returns the way that a link has here, and why another one is missing."""
-    if device.kind != "cuda":
-        return {"cpu kernel": _cpu_pack(gradient, packed)}, {"CUDA kernel": "needs a GPU"}
-    try:
-        kernels_here = DriverKernels(device.torch)
-    except SuperOffloadError as error:
-        return {}, {"CUDA kernel": str(error)}
-    return {"CUDA kernel": PackKernel(gradient, packed, kernels_here.launch)}, {}
-
-
-def _cpu_pack(gradient: Tensor, packed: Tensor) -> Callable[[], None]:
-    from superoffload import _native
-    from superoffload.engine.bucket import BLOCK, ELEMENT_TYPES
-
-    sums = torch.zeros(-(-gradient.numel() // BLOCK), dtype=torch.float64)
-
-    def pack() -> None:
-        _native.pack(
-            gradient=gradient.data_ptr(),
-            packed=packed.data_ptr(),
-            type=ELEMENT_TYPES[gradient.dtype],
-            numel=gradient.numel(),
-            block_sums=sums.data_ptr(),
-        )
-
-    return pack
-
-
-def measure_adam(numel: int, seconds: float, with_deepspeed: bool, threads: list[int] | None = None) -> dict[str, Any]:
+def measure_adam(numel: int, seconds: float, threads: list[int] | None = None) -> dict[str, Any]:
     """Runs `python -m benchmarks.adam` with the best instruction set and the optimizer's number of threads.
 
     ``threads``: these numbers instead, as far as there are processors.
     """
     most = len(worker_cpus(None))
-    counts = tuple(count for count in threads or () if count <= most) or (len(worker_cpus(None, beside_device=True)),)
-    benchmark = AdamBenchmark(numel, (), counts, (kernels.available_isas()[-1],), seconds, with_deepspeed)
-    found = run_adam(benchmark, lambda text: print(text, flush=True))
+    counts = [count for count in threads or () if count <= most] or [len(worker_cpus(None, beside_device=True))]
+    found = run_adam(numel, (), counts, [kernels.available_isas()[-1]], seconds, with_deepspeed=False)
     steps = {row["threads"]: row["seconds_median"] / numel for row in found["rows"] if row["name"] == "step"}
     by_threads = {str(count): steps[count] for count in counts}
     return {"threads": counts[-1], "step_seconds_per_param": steps[counts[-1]], "by_threads": by_threads, **found}
@@ -152,9 +103,9 @@ def measure_adam(numel: int, seconds: float, with_deepspeed: bool, threads: list
 
 def compile_deepspeed_kernel() -> dict[str, Any]:
     """Compiles DeepSpeed's CPU kernel, which it does at first use, so that no row's time includes it."""
-    from benchmarks.gpu_suite.deepspeed_contestants import prepare_environment
+    from benchmarks.gpu_suite.contestants import prepare_deepspeed
 
-    prepare_environment("cuda" if torch.cuda.is_available() else "cpu")
+    prepare_deepspeed("cuda" if torch.cuda.is_available() else "cpu")
     began = time.perf_counter()
     from deepspeed.ops.op_builder import CPUAdamBuilder
 

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import style
-from benchmarks.facts import commit
 from benchmarks.gpu_suite.contestants import CONTESTANTS
+from benchmarks.gpu_suite.jobs import plain
 from benchmarks.gpu_suite.table import table
 from benchmarks.gpu_suite.targets import all_targets
-from benchmarks.jobs import plain
-from benchmarks.results_file import write_results
-from benchmarks.sources import digest_of
+from benchmarks.report import commit, digest_of, write_results
 from superoffload.errors import ArgumentError
 
 
@@ -31,7 +29,7 @@ def report(path: Path, target: Path | None, picture: Path | None = None) -> int:
         ) from error
     if picture is not None:
         plot([row for row in rows if row["commit"] == found["commit"]], picture)
-    made_here = [row for row in rows if digest_of(row.get("made_from", ())) == row.get("sources")]
+    made_here = [row for row in rows if digest_of(tuple(row.get("made_from", ()))) == row.get("sources")]
     print(table(made_here, all_targets(made_here)))
     stale = [row["key"] for row in rows if row not in made_here]
     if stale:
@@ -64,35 +62,23 @@ def _write(target: Path, found: Mapping[str, Any], rows: list[dict[str, Any]]) -
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Draws the milliseconds of a step: forward and backward, and what is exposed. For rows of one machine."""
-    timed = [
-        row for row in rows if row["settings"].get("what") == "train" and "seconds_median" in (row.get("result") or {})
-    ]
-    shown = [row for row in timed if row["settings"]["capped_gib"] is None]
+    trained = [row for row in rows if row["settings"].get("what") == "train" and row["settings"]["capped_gib"] is None]
+    shown = [row for row in trained if "seconds_median" in (row.get("result") or {})]
     if not shown:
-        raise ArgumentError(
-            f"plot={path}: the report has no training row that was measured, so there is nothing to draw"
-        )
+        raise ArgumentError(f"plot={path}: the report has no training row that was measured")
     tokens = sorted({row["settings"]["tokens"] for row in shown})
     with style.drawing(path, 9.5, 0.27 * len(shown) + 1.6) as figure:
         heights = [sum(row["settings"]["tokens"] == count for row in shown) for count in tokens]
         panels = figure.subplots(len(tokens), 1, height_ratios=heights, squeeze=False)[:, 0]
         for axes, count in zip(panels, tokens, strict=True):
-            here = sorted(
-                (row for row in shown if row["settings"]["tokens"] == count),
-                key=lambda row: row["result"]["seconds_median"],
-            )
+            here = [row for row in shown if row["settings"]["tokens"] == count]
+            here.sort(key=lambda row: row["result"]["seconds_median"])
             names = [row["settings"]["contestant"] for row in here]
-            whole = [1e3 * row["result"]["seconds_median"] for row in here]
-            bare = [1e3 * row["result"]["bare_seconds"] for row in here]
-            colours = [
-                {"ours": style.BLUE, "bound": style.GREEN}.get(CONTESTANTS[name].kind, style.ORANGE) for name in names
-            ]
-            axes.barh(names, whole, color=colours, alpha=0.55)
-            axes.barh(names, bare, color=colours)
-            for place, length in enumerate(whole):
-                axes.annotate(
-                    f"{length:.0f}", (length, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8
-                )
+            kinds = {"ours": style.BLUE, "bound": style.GREEN, "peer": style.ORANGE}
+            colours = [kinds[CONTESTANTS[name].kind] for name in names]
+            bars = axes.barh(names, [1e3 * row["result"]["seconds_median"] for row in here], color=colours, alpha=0.55)
+            axes.barh(names, [1e3 * row["result"]["bare_seconds"] for row in here], color=colours)
+            axes.bar_label(bars, fmt="%.0f", padding=3, fontsize=8)
             axes.invert_yaxis()
             axes.grid(axis="y", visible=False)
             axes.set_title(f"{count:,} tokens per step; milliseconds, dark: forward and backward alone")

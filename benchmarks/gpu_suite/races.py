@@ -13,7 +13,6 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,21 +31,19 @@ _LINK_CALLS = ("pack", "deliver", "make_visible")
 _STEPS = 8
 
 
-@dataclass(frozen=True)
-class Variant:
-    speculation: str = "never"
-    delivery: str = "eager"
-
-
 def run_races(
     device: str, speculation: str, delivery: str, seeds: Sequence[int], ranks: int = 1, steps: int = _STEPS
 ) -> dict[str, Any]:
     """Returns which seeds gave other bits than the reference, and all runs' ``fingerprints``, to compare over rows."""
-    variant = Variant(speculation, delivery)
-    if ranks > 1:
-        fingerprints = _on_ranks(device, variant, seeds, ranks, steps)
+    arguments = device, speculation, delivery, list(seeds), steps
+    if ranks > 1:  # which share the device over gloo, with DistributedDataParallel; their fingerprints are joined
+        from tests.convergence.local_ranks import LocalRanks
+
+        with LocalRanks(ranks) as group:
+            found = group.run(_runs, *arguments)
+        fingerprints = ["".join(one) for one in zip(*found, strict=True)]
     else:
-        fingerprints = _runs(device, variant, seeds, steps)
+        fingerprints = _runs(*arguments)
     different = [seed for seed, one in zip(seeds, fingerprints[1:], strict=True) if one != fingerprints[0]]
     return {
         "seeds": list(seeds),
@@ -57,11 +54,12 @@ def run_races(
     }
 
 
-def _runs(device_name: str, variant: Variant, seeds: Sequence[int], steps: int) -> list[str]:
+def _runs(device_name: str, speculation: str, delivery: str, seeds: Sequence[int], steps: int) -> list[str]:
     """Runs the reference, then one run per seed."""
     device = open_device(device_name)
     with deterministic(), device.links():
-        return [_train(device, Variant(), None, steps), *(_train(device, variant, seed, steps) for seed in seeds)]
+        reference = _train(device, "never", "eager", None, steps)
+        return [reference, *(_train(device, speculation, delivery, seed, steps) for seed in seeds)]
 
 
 @contextmanager
@@ -76,21 +74,21 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def _train(device: Device, variant: Variant, seed: int | None, steps: int) -> str:
+def _train(device: Device, speculation: str, delivery: str, seed: int | None, steps: int) -> str:
     """Returns the SHA-256 of losses, norms, state and parameters of a run with clips, a NaN and accumulation."""
     torch.manual_seed(0)
     with device.torch:
         model = Transformer(_MODEL, torch.bfloat16 if device.kind == "cuda" else torch.float32)
     for param in model.parameters():
         param.data = param.data.bfloat16()
-    options: dict[str, Any] = {"delivery": variant.delivery}
-    if variant.delivery == "on_demand":
+    options: dict[str, Any] = {"delivery": delivery}
+    if delivery == "on_demand":
         options["module"] = model
     reduced = DistributedDataParallel(model, bucket_cap_mb=0.1) if _ranks() > 1 else None
     if reduced is not None:
         options["model"] = reduced
     optimizer = AdamW(
-        model.parameters(), lr=1e-3, max_grad_norm=1.0, speculation=variant.speculation, bucket_numel=4096, threads=2,
+        model.parameters(), lr=1e-3, max_grad_norm=1.0, speculation=speculation, bucket_numel=4096, threads=2,
         **options,
     )  # fmt: skip
     digest = hashlib.sha256()
@@ -186,12 +184,3 @@ class Delays:
     def remove(self) -> None:
         for undo in self._undo:
             undo()
-
-
-def _on_ranks(device: str, variant: Variant, seeds: Sequence[int], ranks: int, steps: int) -> list[str]:
-    """Runs ranks that share the device over gloo, with DistributedDataParallel; returns their fingerprints joined."""
-    from tests.convergence.local_ranks import LocalRanks
-
-    with LocalRanks(ranks) as group:
-        found = group.run(_runs, device, variant, list(seeds), steps)
-    return ["".join(one) for one in zip(*found, strict=True)]

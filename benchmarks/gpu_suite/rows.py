@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,10 +32,10 @@ from benchmarks.gpu_suite.contestants import (
     ZERO3_OFFLOAD,
     ZERO_OFFLOAD,
 )
-from benchmarks.gpu_suite.settings import Size, published_row, published_sizes, train_row
+from benchmarks.gpu_suite.jobs import RESULT_PATH, Job
+from benchmarks.gpu_suite.settings import FULL, TOY, Size, TrainRow, published_row, published_sizes, train_row
 from benchmarks.gpu_suite.smoke import sanitizer
-from benchmarks.jobs import RESULT_PATH, Job
-from benchmarks.sources import PACKAGE
+from benchmarks.report import PACKAGE, ROOT
 from superoffload.host.environment import DEVICE_TIMEOUT
 from superoffload.host.processors import allowed_cpus
 
@@ -56,41 +56,24 @@ def _suite_files(*names: str) -> tuple[str, ...]:
 
 
 # A row's sources decide when it is measured again. A peer's stays when our optimizer changes.
-_PEER_SOURCES = (
-    *_suite_files(
-        "child", "contestants", "deepspeed_contestants", "devices", "fsdp2_contestants", "settings", "training"
-    ),
-    "benchmarks/training",
-)
+_PEER_SOURCES = (*_suite_files("child", "contestants", "devices", "settings", "training"), "benchmarks/training")
 _OUR_SOURCES = (
-    *PACKAGE,
-    *_PEER_SOURCES,
-    "benchmarks/bandwidth",
-    *_suite_files("given_gradients", "launches", "machine_rows", "pack_kernel", "races", "smoke"),
+    *PACKAGE, *_PEER_SOURCES, "benchmarks/bandwidth",
+    *_suite_files("given_gradients", "machine_rows", "races", "smoke"),
+)  # fmt: skip
+_OF_TESTS = (
+    "convergence/engines convergence/local_ranks convergence/meshes convergence/mixture convergence/setup "
+    "convergence/tensor_parallel support/checkout support/device_battery support/guarded_arrays support/kernel_battery "
+    "support/kernel_inputs support/numpy_kernels support/rank_processes conftest"
 )
 _TEST_SOURCES = (
-    *_OUR_SOURCES,
-    *("tests/gpu", "tests/conftest.py", "tests/support/reference", "tests/support/kernel_battery.json"),
-    *(
-        f"tests/convergence/{name}.py"
-        for name in ("engines", "local_ranks", "meshes", "mixture", "setup", "tensor_parallel")
-    ),
-    *(
-        f"tests/support/{name}.py"
-        for name in (
-            "checkout",
-            "device_battery",
-            "guarded_arrays",
-            "kernel_battery",
-            "kernel_inputs",
-            "numpy_kernels",
-            "rank_processes",
-        )
-    ),
-)
+    *_OUR_SOURCES, "tests/gpu", "tests/support/reference", "tests/support/kernel_battery.json",
+    *(f"tests/{name}.py" for name in _OF_TESTS.split()),
+)  # fmt: skip
 # Two processes for torch's other allocators, a compiled model and four exits take the most; the rest is about a second
 # each. The job does not begin if a call has too little time left for most of it.
-_TESTS_SECONDS, _TESTS_NEED = 400.0, 200.0
+_TESTS_SECONDS, _TESTS_NEED, _SECONDS_PER_TEST = 400.0, 200.0, 60
+_ROW_SECONDS = 120.0
 _TESTS_WITHOUT_A_GPU = "gets_the_gradients or kept_gradients"  # two of those that `make test` runs
 _DEVICE_SECONDS = 45.0  # after which our link gives a device up: before any job's own time is over
 
@@ -100,16 +83,16 @@ class Plan:
     """Holds what the command line asks for."""
 
     device: str
-    size: Size
-    toy: bool = False
-    slot: str = "first"
-    contestants: tuple[str, ...] | None = None  # instead of the slot's
-    tokens: tuple[int, ...] | None = None  # likewise
-    capped: bool = False  # of these rows
-    ranks: tuple[int, ...] | None = None  # of the superchip slot; None: 1, 2 and 4, as many as there are GPUs
-    row_seconds: float = 120.0
-    sanitized: bool = True
-    tests: bool = True
+    toy: bool
+    slot: str
+    contestants: Sequence[str] | None  # instead of the slot's
+    tokens: Sequence[int] | None  # likewise
+    capped: bool  # of these rows
+    ranks: Sequence[int] | None  # of the superchip slot; None: 1, 2 and 4, as many as there are GPUs
+
+    @property
+    def size(self) -> Size:
+        return TOY if self.toy else FULL
 
     @property
     def cuda(self) -> bool:
@@ -122,7 +105,7 @@ def all_jobs(plan: Plan) -> list[Job]:
         jobs = list(_train_jobs(plan, *chosen, capped=plan.capped))
     else:
         jobs = {"first": _first, "second": _second, "third": _third, "superchip": _superchip}[plan.slot](plan)
-    jobs = _once([*smoke_jobs(plan.device, sanitized=False), *jobs])
+    jobs = list({job.key: job for job in [_smoke(plan), *jobs]}.values())
     waiting = [place for place, job in enumerate(jobs) if DEEPSPEED_KERNEL in job.after]
     if waiting:
         jobs.insert(waiting[0], _deepspeed_kernel(plan))
@@ -144,7 +127,7 @@ def _second(plan: Plan) -> list[Job]:
     """Returns the GPU tests, races, and the peers at the headline's tokens."""
     tokens = plan.size.tokens
     return [
-        *([_tests(plan)] if plan.tests else []),
+        _tests(plan),
         *(_race(plan, *variant) for variant in RACES[:_RACES_OF_SECOND]),
         *_machine_jobs(plan),
         *_train_jobs(plan, (ALL_ON_DEVICE, OURS, *_PEERS), tokens[:1]),
@@ -158,9 +141,8 @@ def _third(plan: Plan) -> list[Job]:
     return [
         *_train_jobs(plan, _OURS, size.tokens[:1]),
         _adam_by_threads(plan),
-        _streamed_state(plan),
         *(_trainer_job(plan, way, tokens) for tokens in size.tokens for way in TRAINER_WAYS),
-        *smoke_jobs(plan.device, sanitized=plan.sanitized),
+        _sanitized(plan),
         *_train_jobs(plan, _FIVE, size.capped_tokens, capped=True),
         *(_race(plan, *variant, more=True) for variant in RACES),
         *(_race(plan, *variant, ranks=2) for variant in RACES[:2]),
@@ -177,36 +159,32 @@ def _superchip(plan: Plan) -> list[Job]:
     return [*_machine_jobs(plan), _adam_by_threads(plan, cores), *_published_jobs(plan)]
 
 
-def _once(jobs: Sequence[Job]) -> list[Job]:
-    return list({job.key: job for job in jobs}.values())
-
-
-def tests_command(*options: str) -> list[str]:
-    return [sys.executable, "-m", "benchmarks.gpu_suite.gpu_tests", *options]
-
-
 def child(what: str, values: dict[str, Any]) -> list[str]:
     return [sys.executable, "-m", "benchmarks.gpu_suite.child", what, json.dumps(values), RESULT_PATH]
-
-
-def _own_program(name: str, values: dict[str, Any]) -> list[str]:
-    return [sys.executable, "-m", f"benchmarks.gpu_suite.{name}", json.dumps(values), RESULT_PATH]
 
 
 # ---- trust -----------------------------------------------------------------------------------------------------------
 
 
-def smoke_jobs(device: str, *, sanitized: bool = True) -> Iterator[Job]:
-    """Yields smoke, which all other jobs wait for, and the same under compute-sanitizer where that is installed."""
-    values: dict[str, Any] = {"device_name": device}
-    common: dict[str, Any] = {"environment": _environment(), "sources": _OUR_SOURCES, "prepares": True}
-    settings = {"what": "smoke", **values}
-    yield Job(SMOKE, child("smoke", values), settings, 180.0, keeps_output=True, needs=60.0, **common)
-    if sanitized and device.startswith("cuda") and sanitizer() is not None:
-        within: dict[str, Any] = {**values, "seconds": 120.0}
-        settings = {"what": "smoke", **within}
-        common["prepares"] = False
-        yield Job(SANITIZED, child("sanitized", within), settings, 140.0, keeps_output=True, after=(SMOKE,), **common)
+def _smoke(plan: Plan) -> Job:
+    """Returns smoke, which all other jobs wait for."""
+    values = {"device_name": plan.device}
+    return Job(
+        SMOKE, child("smoke", values), {"what": "smoke", **values}, 180.0, _environment(), keeps_output=True,
+        sources=_OUR_SOURCES, needs=60.0, prepares=True,
+    )  # fmt: skip
+
+
+def _sanitized(plan: Plan) -> Job:
+    """Returns smoke under compute-sanitizer."""
+    values: dict[str, Any] = {"device_name": plan.device, "seconds": 120.0}
+    absent = None if plan.cuda else "needs a GPU"
+    if plan.cuda and sanitizer() is None:
+        absent = "compute-sanitizer is not installed"
+    return Job(
+        SANITIZED, child("sanitized", values), {"what": "smoke", **values}, 140.0, _environment(), absent,
+        keeps_output=True, sources=_OUR_SOURCES, after=(SMOKE,),
+    )  # fmt: skip
 
 
 def _environment() -> dict[str, str]:
@@ -214,13 +192,18 @@ def _environment() -> dict[str, str]:
 
 
 def _tests(plan: Plan) -> Job:
-    """Returns the tests' job; with pytest-xdist they have a worker process: one that hangs or dies costs no other."""
+    """Returns the tests' job, for that folder only: one that cannot be collected would end them all."""
     options = ("-m", "gpu") if plan.cuda else ("-m", "not gpu", "-k", _TESTS_WITHOUT_A_GPU)
-    command = tests_command(*options)
-    settings = {"what": "tests", "device": plan.device, "options": options}
+    words = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu"), "-v", "--no-header", "-p", "no:cacheprovider"]
+    if find_spec("xdist") is not None:  # replaces a worker that hangs or dies and goes on with the next tests
+        words += ["-n", "1", "--max-worker-restart", "8"]
+    if find_spec("pytest_timeout") is not None:
+        words += ["--timeout", str(_SECONDS_PER_TEST), "--timeout-method", "thread"]
+    # Before that, prints the stacks of all threads: what a worker prints as it dies is lost.
+    words += ["-o", f"faulthandler_timeout={0.8 * _SECONDS_PER_TEST:g}", "-o", "faulthandler_exit_on_timeout=true"]
     return Job(
-        TESTS, command, settings, _TESTS_SECONDS, _environment(), keeps_output=True, sources=_TEST_SOURCES,
-        needs=_TESTS_NEED, after=(SMOKE,),
+        TESTS, [*words, "--durations=0", *options], {"what": "tests", "device": plan.device, "options": options},
+        _TESTS_SECONDS, _environment(), keeps_output=True, sources=_TEST_SOURCES, needs=_TESTS_NEED, after=(SMOKE,),
     )  # fmt: skip
 
 
@@ -228,33 +211,19 @@ def _tests(plan: Plan) -> Job:
 
 
 def _machine_jobs(plan: Plan) -> list[Job]:
-    size = plan.size
-    copies = {"device_name": plan.device, "numbytes": size.copy_bytes}
-    adam = {"numel": size.adam_numel, "seconds": size.adam_seconds, "with_deepspeed": False}
-    return [
-        _machine_job(plan, "link", "link", copies),
-        _machine_job(plan, "adam", "adam", adam),
-        _machine_job(plan, "pack", "pack", copies),
-    ]
+    copies = {"device_name": plan.device, "numbytes": plan.size.copy_bytes}
+    return [_machine_job("link", "link", copies), _machine_job("adam", "adam", _adam(plan))]
+
+
+def _adam(plan: Plan) -> dict[str, Any]:
+    return {"numel": plan.size.adam_numel, "seconds": plan.size.adam_seconds}
 
 
 def _adam_by_threads(plan: Plan, threads: Sequence[int] = THREADS) -> Job:
-    size = plan.size
-    values = {"numel": size.adam_numel, "seconds": size.adam_seconds, "with_deepspeed": False}
-    return _machine_job(plan, "adam, by threads", "adam", {**values, "threads": list(threads)})
+    return _machine_job("adam, by threads", "adam", {**_adam(plan), "threads": list(threads)})
 
 
-def _streamed_state(plan: Plan) -> Job:
-    size = plan.size
-    values = {"device_name": plan.device, "numel": 2 * size.adam_numel, "chunk": size.adam_numel // 16}
-    values |= {"seconds": size.adam_seconds / 4, "threads": list(THREADS)}
-    return Job(
-        "state in chunks on the device", _own_program("streamed_state", values), {"what": "streamed state", **values},
-        90.0, sources=(*_OUR_SOURCES, *_suite_files("streamed_state")), needs=45.0, after=(SMOKE,),
-    )  # fmt: skip
-
-
-def _machine_job(plan: Plan, key: str, what: str, values: dict[str, Any]) -> Job:
+def _machine_job(key: str, what: str, values: dict[str, Any]) -> Job:
     return Job(
         key, child(what, values), {"what": what, **values}, 90.0, sources=_OUR_SOURCES, needs=45.0, after=(SMOKE,)
     )
@@ -280,35 +249,34 @@ def _train_jobs(
 
 
 def _train_job(plan: Plan, name: str, tokens: int, *, capped: bool) -> Job:
-    entry = CONTESTANTS[name]
-    values = train_row(name, plan.device, plan.size, tokens, capped).as_json()
+    key = f"{tokens} tokens{', capped' if capped else ''}, {name}"
+    return _contestant_job(key, "train", train_row(name, plan.device, plan.size, tokens, capped))
+
+
+def _contestant_job(key: str, what: str, row: TrainRow, **more: Any) -> Job:
+    entry, values = CONTESTANTS[row.contestant], row.as_json()
     compiled = (DEEPSPEED_KERNEL,) if entry.package == "deepspeed" else ()
-    return Job(
-        f"{tokens} tokens{', capped' if capped else ''}, {name}",
-        child("train", values),
-        {"what": "train", **values},
-        plan.row_seconds,
-        _environment(),
-        entry.absent(plan.device),
-        sources=_OUR_SOURCES if entry.kind == "ours" else _PEER_SOURCES,
-        needs=plan.row_seconds / 2,
-        after=(SMOKE, *compiled),
-    )
+    common: dict[str, Any] = {
+        "seconds": _ROW_SECONDS,
+        "environment": _environment(),
+        "absent": entry.absent(row.device),
+        "sources": _OUR_SOURCES if entry.kind == "ours" else _PEER_SOURCES,
+        "needs": _ROW_SECONDS / 2,
+        "after": (SMOKE, *compiled),
+    }
+    return Job(key, child("train", values), {"what": what, **values}, **{**common, **more})
 
 
 def _trainer_job(plan: Plan, way: str, tokens: int) -> Job:
     """Returns Hugging Face Trainer with every step's tokens in micro-batches."""
     row = train_row(way, plan.device, plan.size, tokens, capped=False)
-    count = TRAINER_MICRO_BATCHES
-    batch = tokens // (count * row.model.sequence) or 1
-    values = {"way": way, "device": plan.device, "model": asdict(row.model), "micro_batches": count, "batch": batch}
-    values |= {"warm_up": row.warm_up, "blocks": row.blocks, "steps": row.steps}
-    values["tokens"] = count * batch * row.model.sequence
-    absent = None if find_spec("transformers") else "transformers is not installed"
+    batch = tokens // (TRAINER_MICRO_BATCHES * row.model.sequence) or 1
+    row = replace(row, micro_batches=TRAINER_MICRO_BATCHES, batch=batch)
+    values = row.as_json()
     return Job(
-        f"{values['tokens']} tokens, Trainer, {way}", _own_program("trainer_rows", values),
-        {"what": "trainer", **values}, plan.row_seconds, _environment(), absent,
-        sources=(*_OUR_SOURCES, *_suite_files("trainer_rows")), needs=plan.row_seconds / 2, after=(SMOKE,),
+        f"{row.tokens} tokens, Trainer, {way}", child("trainer", values), {"what": "trainer", **values}, _ROW_SECONDS,
+        _environment(), None if find_spec("transformers") else "transformers is not installed",
+        sources=(*_OUR_SOURCES, *_suite_files("trainer_rows")), needs=_ROW_SECONDS / 2, after=(SMOKE,),
     )  # fmt: skip
 
 
@@ -326,21 +294,14 @@ def _published_jobs(plan: Plan) -> Iterator[Job]:
 
 
 def _published_job(plan: Plan, name: str, ranks: int, hidden: int, gpus: int) -> Job:
-    entry, values = CONTESTANTS[name], published_row(name, plan.device, ranks, hidden, plan.toy).as_json()
-    command = child("train", values)
+    job = _contestant_job(
+        f"hidden {hidden}, ranks: {ranks}, {name}", "published",
+        published_row(name, plan.device, ranks, hidden, plan.toy),
+        **({"needs": 0.0} if plan.toy else {"seconds": _PUBLISHED_SECONDS, "needs": _PUBLISHED_NEED}),
+    )  # fmt: skip
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    absent = entry.absent(plan.device) or (f"needs {ranks} GPUs, and there are {gpus}" if ranks > gpus else None)
-    return Job(
-        f"hidden {hidden}, ranks: {ranks}, {name}",
-        [sys.executable, *launcher, *command[1:]],
-        {"what": "published", **values},
-        plan.row_seconds if plan.toy else _PUBLISHED_SECONDS,
-        _environment(),
-        absent,
-        sources=_OUR_SOURCES if entry.kind == "ours" else _PEER_SOURCES,
-        needs=0.0 if plan.toy else _PUBLISHED_NEED,
-        after=(SMOKE, *((DEEPSPEED_KERNEL,) if entry.package == "deepspeed" else ())),
-    )
+    absent = job.absent or (f"needs {ranks} GPUs, and there are {gpus}" if ranks > gpus else None)
+    return replace(job, command=[sys.executable, *launcher, *job.command[1:]], absent=absent)
 
 
 def _race(

@@ -128,11 +128,3 @@ def published_row(contestant: str, device: str, ranks: int, hidden: int, toy: bo
         return TrainRow(contestant, device, model, 1, 4, warm_up=1, blocks=2, steps=1, ranks=ranks)
     model = ModelConfig(layers=32, hidden=hidden, heads=32, kv_heads=8, mlp=inner, sequence=2048, vocabulary=131_072)
     return TrainRow(contestant, device, model, 1, 1, warm_up=100, blocks=9, steps=100, ranks=ranks)
-
-
-def parameters_of(model: ModelConfig) -> int:
-    """Counts without building; the same for every row of a size, since sequences have no parameters."""
-    attention = model.hidden * (model.heads + 2 * model.kv_heads) * model.head_width + model.hidden**2
-    layer = attention + 3 * model.hidden * model.mlp + 2 * model.hidden
-    embeddings = model.vocabulary * model.hidden * (1 if model.tied else 2)
-    return model.layers * layer + embeddings + model.hidden

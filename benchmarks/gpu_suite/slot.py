@@ -14,11 +14,10 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import extension
-from benchmarks.commands import CARRIED, ROOT
+from benchmarks.gpu_suite.bare_machine import CARRIED, BuildError, build, copy_stripped, prebuilt_name
+from benchmarks.report import ROOT
 
 LIMIT = 64 << 20  # bytes of build/gpu; machines that are lent take no more
 _DEEPSPEED = ["deepspeed==0.19.8", "hjson==3.1.0"]  # made here, of any Python
@@ -40,15 +39,15 @@ FETCHED: dict[tuple[str, ...], list[str]] = {  # pip's words, and what it gets w
 def prepare(folder: Path, builder: str) -> list[str]:
     """Fills ``folder``; ``builder``: a Python with torch, which DeepSpeed's set-up imports. Returns what is missing."""
     missing = []
-    built = folder / extension.prebuilt_name()
+    built = folder / prebuilt_name()
     if not built.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("_native-*.so"):
             old.unlink()
         try:
-            extension.build(folder / "build.log")
-            extension.copy_stripped(folder)
-        except extension.BuildError as error:
+            build(folder / "build.log")
+            copy_stripped(folder)
+        except BuildError as error:
             missing.append(f"the extension: {error}")
     for words, names in FETCHED.items():
         for name in names:
@@ -68,7 +67,7 @@ def _has_wheel(wheels: Path, name: str) -> bool:
     return any(wheels.glob(f"{project.replace('-', '_')}-{version or '*'}-*.whl"))
 
 
-def _fetch(wheels: Path, words: Sequence[str], name: str, builder: str) -> str:
+def _fetch(wheels: Path, words: tuple[str, ...], name: str, builder: str) -> str:
     """Returns why a wheel could not be had; empty: it is there."""
     python = builder if words[0] == "wheel" else sys.executable
     kind = ["-w", str(wheels)] if words[0] == "wheel" else ["-d", str(wheels), "--python-version", _version()]
@@ -82,32 +81,26 @@ def _version() -> str:
     return ".".join(platform.python_version_tuple()[:2])
 
 
-def commands(folder: Path) -> str:
-    keep = f"  cp OUT/* {_shown(folder)}/    # at once, and before the next call"
-    return "\n".join([f"  {_RUN}", keep, f"  {_RUN} --slot second", keep, f"  {_RUN} --slot third", keep])
-
-
 def _shown(folder: Path) -> Path:
     return folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=CARRIED, help="default: %(default)s")
     parser.add_argument("--builder", default=sys.executable, help="a Python with torch (default: this one)")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_args()
     missing = prepare(chosen.folder, chosen.builder)
-    size = sum(file.stat().st_size for file in chosen.folder.rglob("*") if file.is_file())
+    files = sorted(file for file in chosen.folder.rglob("*") if file.is_file())
+    size = sum(file.stat().st_size for file in files)
     print(f"{_shown(chosen.folder)}: {size / 1e6:.1f} MB for Python {_version()}; at most {LIMIT / 1e6:.1f} MB travel")
-    for file in sorted(chosen.folder.rglob("*")):
-        if file.is_file():
-            print(f"  {file.stat().st_size / 1e6:6.2f} MB  {file.relative_to(chosen.folder)}")
+    for file in files:
+        print(f"  {file.stat().st_size / 1e6:6.2f} MB  {file.relative_to(chosen.folder)}")
     if size > LIMIT:
         missing.append(f"{(size - LIMIT) / 1e6:.1f} MB too much: remove what is not needed")
-    print(
-        "missing:\n" + "\n".join(f"  {each}" for each in missing) if missing else "nothing is missing. On the machine:"
-    )
-    print(commands(chosen.folder))
+    print("\n  ".join(["missing:", *missing]) if missing else "nothing is missing. On the machine:")
+    for slot in ("", " --slot second", " --slot third"):
+        print(f"  {_RUN}{slot}\n  cp OUT/* {_shown(chosen.folder)}/    # at once, and before the next call")
     return 1 if missing else 0
 
 

@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_suite.bare_machine import PACKAGES
 from benchmarks.gpu_suite.devices import open_device
 from benchmarks.gpu_suite.given_gradients import Run, train
+from benchmarks.report import installed
 from superoffload.errors import ArgumentError
 
 WAYS = {"flag": True, "event": False}  # how the host notices an arrival: CudaOptions.arrival_flag
@@ -48,21 +50,15 @@ def run_smoke(device_name: str) -> dict[str, Any]:
         facts = {name: run.link[name] for name in ("uses_flag", "pinned", "pinned_bytes")}
         facts["kernels"] = run.link["residency"] is not None
         wrong = differences(run, expected)
-        if device.kind != "cpu":
-            wrong += [f"{what}: the link goes on without, but no figure of it would count" for what in missing(facts)]
+        if device.kind != "cpu":  # the link goes on without, but no figure of it would count
+            wrong += [f"no {what} here" for what in ("kernels", "pinned") if not facts[what]]
         counts = {name: run.stats[f"buckets_{name}"] for name in ("committed", "replayed", "skipped", "undone")}
         found["ways"][way] = {**facts, **counts, "wrong": wrong}
         found["wrong"] += [f"{way}: {text}" for text in wrong]
         say(f"{facts}, {counts}: {wrong or 'the bits of the CPU'}")
     if device.kind == "cuda":
-        found["versions"] = {"torch_cuda": torch.version.cuda, **_versions()}
+        found["versions"] = {"torch_cuda": torch.version.cuda, **installed(*PACKAGES)}
     return {**found, "seconds": round(time.monotonic() - began, 1)}
-
-
-def missing(facts: dict[str, Any]) -> list[str]:
-    """Returns what the link gave up with no more than a warning."""
-    found = [] if facts["kernels"] else ["kernels could not be compiled or loaded"]
-    return found if facts["pinned"] else [*found, "host memory could not be pinned"]
 
 
 def differences(run: Run, expected: Run) -> list[str]:
@@ -78,12 +74,6 @@ def differences(run: Run, expected: Run) -> list[str]:
         if unequal:
             found.append(f"parameter {index}: {unequal} of {param.numel()} elements differ")
     return found
-
-
-def _versions() -> dict[str, str]:
-    from benchmarks.machine import packages
-
-    return packages()
 
 
 # ---- under NVIDIA's memory checker -----------------------------------------------------------------------------------

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.gpu_suite.contestants import CONTESTANTS
+from benchmarks.gpu_suite.jobs import DONE
 from benchmarks.gpu_suite.targets import Found, Target, exposed_seconds
-from benchmarks.jobs import DONE
 
 _GIB = 1 << 30
 _SHORT = 3900  # bytes that are sure to be seen if only the end of the output is
@@ -61,28 +60,17 @@ def _outcome(row: Mapping[str, Any]) -> str:
 
 
 def _machine(found: Found) -> Iterator[str]:
-    link, pack, adam = (found.machine(what) for what in ("link", "pack", "adam"))
+    link, adam, threads = (found.machine(what) for what in ("link", "adam", "adam, by threads"))
     if link is not None:
         yield (
             f"link: down {link['down_gb_per_s']:.1f} GB/s, up {link['up_gb_per_s']:.1f} GB/s, "
             f"together {link['both_gb_per_s']:.1f} GB/s each way ({link['device']})"
         )
-    if pack is not None:
-        ways = {name.removesuffix("_of_copy"): share for name, share in pack.items() if name.endswith("_of_copy")}
-        known = [f"{name} {share:.2f} of a copy's speed" for name, share in ways.items()]
-        missing = [f"{name}: {why}" for name, why in pack["missing_ways"].items()]
-        yield "pack: " + "; ".join([*known, *missing])
     if adam is not None:
         yield f"CPU step: {1e9 * adam['step_seconds_per_param']:.3f} s per 10^9 parameters, {adam['threads']} threads"
-    threads = found.machine("adam, by threads")
     if threads is not None:
         times = [f"{count}: {1e9 * seconds:.3f}" for count, seconds in threads["by_threads"].items()]
         yield f"CPU step by threads, s per 10^9 parameters: {', '.join(times)}"
-    streamed = found.machine("state in chunks on the device")
-    if streamed is not None:
-        both = [f"{row['threads']}: {1e9 * row['both_seconds_per_param']:.3f}" for row in streamed["rows"]]
-        alone = f"{1e9 * streamed['device_seconds_per_param']:.3f}"
-        yield f"state stepped on the device in chunks, s per 10^9 parameters: {alone}, with threads {', '.join(both)}"
 
 
 def _training(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> Iterator[str]:
@@ -120,7 +108,7 @@ def _others(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> Iter
 
 def _line(row: Mapping[str, Any], exposed: Mapping[str, float], width: int | None) -> str:
     settings = row["settings"]
-    name = settings["way"] if settings["what"] == "trainer" else settings["contestant"]
+    name = settings["contestant"]
     result = row.get("result") or {}
     if "seconds_median" not in result:
         why = result.get("missing") or ("out of memory" if "out_of_memory" in result else None)
@@ -157,7 +145,3 @@ def _targets(targets: Sequence[Target]) -> Iterator[str]:
             yield f"  {target.verdict:<13}{target.name}{why}"
         else:
             yield f"  {target.verdict:<13}{target.name}: {target.value:.2f}, at most {target.bound:.2f}{why}"
-
-
-def descriptions() -> str:
-    return "\n".join(f"  {name:<38}{entry.kind:<7}{entry.text}" for name, entry in CONTESTANTS.items())

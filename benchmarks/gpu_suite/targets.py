@@ -11,12 +11,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.gpu_suite.contestants import ALL_ON_DEVICE, BARE, CONTESTANTS, OURS, OURS_CLIPPED, OURS_SYNCHRONOUS
-from benchmarks.jobs import DONE, FAILED, NOT_HERE, TIMED_OUT, with_numbers
+from benchmarks.gpu_suite.jobs import DONE, FAILED, NOT_HERE, TIMED_OUT, with_numbers
 
 Row = Mapping[str, Any]
 
@@ -44,10 +44,8 @@ class Found:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows = with_numbers(list(rows))
-        self._results = {row["key"]: row["result"] for row in rows if row["status"] == DONE and row.get("result")}
-
-    def machine(self, what: str) -> Row | None:
-        return self._results.get(what)
+        done = {row["key"]: row["result"] for row in rows if row["status"] == DONE and row.get("result")}
+        self.machine: Callable[[str], Row | None] = done.get
 
     def settings(self) -> list[tuple[int, bool]]:
         """Returns (tokens, capped) of all training rows, in their order."""

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,42 +15,19 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from benchmarks.gpu_suite.devices import Device, open_device
 from benchmarks.gpu_suite.rows import TRAINER_WAYS
-from benchmarks.gpu_suite.settings import BETAS, EPS, LR, WEIGHT_DECAY
+from benchmarks.gpu_suite.settings import BETAS, EPS, LR, WEIGHT_DECAY, TrainRow
 from benchmarks.training.config import ModelConfig
 from benchmarks.training.corpus import BatchSource, load_corpus
 
 _SGD, _IN_FP32, _OURS = TRAINER_WAYS
+_MAX_GRAD_NORM = 1.0
 
 
-@dataclass(frozen=True)
-class TrainerRow:
-    """Describes one way at one setting; travels as JSON to the process that measures it."""
-
-    way: str
-    device: str
-    model: ModelConfig
-    micro_batches: int
-    batch: int
-    warm_up: int
-    blocks: int
-    steps: int
-    max_grad_norm: float = 1.0
-
-    @property
-    def tokens(self) -> int:
-        return self.micro_batches * self.batch * self.model.sequence
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "tokens": self.tokens}
-
-
-def measure_trainer(tokens: int, **values: Any) -> dict[str, Any]:
+def measure_trainer(row: TrainRow) -> dict[str, Any]:
     """Returns the row's result: seconds per step in blocks, memory, norms and losses as Trainer logs them."""
-    row = TrainerRow(**{**values, "model": ModelConfig(**values["model"])})
-    assert row.tokens == tokens
     device = open_device(row.device)
     torch.manual_seed(0)
-    trains_in_fp32 = row.way == _IN_FP32
+    trains_in_fp32 = row.contestant == _IN_FP32
     with device.torch:
         model = LlamaForCausalLM(_config(row.model))
     model.to(torch.float32 if trains_in_fp32 else torch.bfloat16)
@@ -63,7 +36,7 @@ def measure_trainer(tokens: int, **values: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = _arguments(row, folder, autocast=trains_in_fp32)
         trainer = Trainer(model, arguments, train_dataset=Text(row), callbacks=[blocks])
-        if row.way == _OURS:
+        if row.contestant == _OURS:
             from superoffload.integrations.transformers import offload
 
             offload(trainer, delivery="on_demand")
@@ -80,24 +53,24 @@ def measure_trainer(tokens: int, **values: Any) -> dict[str, Any]:
         **device.memory(),
         **device.facts(),
     }
-    return {**result, "stats": _stats(trainer)} if row.way == _OURS else result
+    return {**result, "stats": _stats(trainer)} if row.contestant == _OURS else result
 
 
 def _config(model: ModelConfig) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=model.vocabulary, hidden_size=model.hidden, intermediate_size=model.mlp,
         num_hidden_layers=model.layers, num_attention_heads=model.heads, num_key_value_heads=model.kv_heads,
-        max_position_embeddings=model.sequence, tie_word_embeddings=model.tied, use_cache=False,
+        max_position_embeddings=model.sequence, tie_word_embeddings=False, use_cache=False,
         attn_implementation="sdpa",
     )  # fmt: skip
 
 
-def _arguments(row: TrainerRow, folder: str, *, autocast: bool) -> TrainingArguments:
+def _arguments(row: TrainRow, folder: str, *, autocast: bool) -> TrainingArguments:
     return TrainingArguments(
         folder, per_device_train_batch_size=row.batch, gradient_accumulation_steps=row.micro_batches,
-        max_steps=row.warm_up + row.blocks * row.steps, max_grad_norm=row.max_grad_norm, learning_rate=LR,
+        max_steps=row.warm_up + row.blocks * row.steps, max_grad_norm=_MAX_GRAD_NORM, learning_rate=LR,
         adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_epsilon=EPS, weight_decay=WEIGHT_DECAY,
-        lr_scheduler_type="constant", optim="sgd" if row.way == _SGD else "adamw_torch_fused", bf16=autocast,
+        lr_scheduler_type="constant", optim="sgd" if row.contestant == _SGD else "adamw_torch_fused", bf16=autocast,
         logging_steps=row.steps, save_strategy="no", report_to="none", disable_tqdm=True, seed=0,
         use_cpu=not row.device.startswith("cuda"), dataloader_pin_memory=row.device.startswith("cuda"),
     )  # fmt: skip
@@ -106,11 +79,11 @@ def _arguments(row: TrainerRow, folder: str, *, autocast: bool) -> TrainingArgum
 class Text(IterableDataset[dict[str, Tensor]]):
     """Gives the same sequences of real text to every way."""
 
-    def __init__(self, row: TrainerRow) -> None:
+    def __init__(self, row: TrainRow) -> None:
         self._sequence = row.model.sequence
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        source = BatchSource(load_corpus(None, self._sequence).train, 1, self._sequence, 1)
+        source = BatchSource(load_corpus(self._sequence).train, 1, self._sequence, 1)
         while True:
             tokens = source.next()[0, : self._sequence].long()
             yield {"input_ids": tokens, "labels": tokens}
@@ -119,7 +92,7 @@ class Text(IterableDataset[dict[str, Tensor]]):
 class Blocks(TrainerCallback):
     """Times blocks of steps, with one wait for the device at the end of each."""
 
-    def __init__(self, device: Device, row: TrainerRow) -> None:
+    def __init__(self, device: Device, row: TrainRow) -> None:
         self.seconds: list[float] = []
         self._device, self._row, self._began = device, row, 0.0
 
@@ -142,7 +115,3 @@ def _stats(trainer: Any) -> dict[str, float]:
     found = dict(optimizer.stats())
     optimizer.close()
     return found
-
-
-if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(measure_trainer(**json.loads(sys.argv[1]))), encoding="utf-8")

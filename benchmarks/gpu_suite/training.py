@@ -11,37 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_suite.contestants import CONTESTANTS, Contestant, Plain
+from benchmarks.gpu_suite.contestants import CONTESTANTS, Plain
 from benchmarks.gpu_suite.devices import Device, open_device
+from benchmarks.gpu_suite.jobs import ENDS_VARIABLE
 from benchmarks.gpu_suite.settings import TrainRow
-from benchmarks.jobs import ENDS_VARIABLE
 from benchmarks.training.config import ModelConfig
 from benchmarks.training.corpus import BatchSource, load_corpus
 from benchmarks.training.model import Transformer
 from superoffload.host.memory import is_out_of_memory
 
 # Of superoffload.AdamW.stats(), reported for the timed steps alone.
-_COUNTED = frozenset(
-    [
-        "steps",
-        "skipped_steps",
-        "clipped_steps",
-        "buckets_speculated",
-        "buckets_committed",
-        "buckets_replayed",
-        "buckets_undone",
-        "buckets_stepped",
-        "buckets_two_phase",
-        "journal_overflows",
-        "optimizer_seconds",
-        "optimizer_seconds_exposed",
-        "bytes_down",
-        "bytes_up",
-        "bytes_up_early",
-    ]
-)
-
-
+_COUNTED = (
+    "steps", "skipped_steps", "clipped_steps", "buckets_speculated", "buckets_committed", "buckets_replayed",
+    "buckets_undone", "buckets_stepped", "buckets_two_phase", "journal_overflows", "optimizer_seconds",
+    "optimizer_seconds_exposed", "bytes_down", "bytes_up", "bytes_up_early",
+)  # fmt: skip
 _LEAST_BLOCKS, _ENDING_SECONDS = 2, 10.0
 
 
@@ -69,7 +53,7 @@ def measure(row: TrainRow) -> dict[str, Any]:
         found = {"parameters": model.parameter_count(), "bare_seconds": _bare_seconds(model, row, device)}
         device.start_of_peaks()
         with device.links():
-            contestant = entry.build(model, row)
+            contestant = entry.make(model, row)
             device.prepare(model)
             try:
                 found.update(_timed(contestant, row, device))
@@ -101,7 +85,7 @@ class Batches:
     """Holds micro-batches of real text, put on the device before they are needed."""
 
     def __init__(self, row: TrainRow, device: Device) -> None:
-        corpus = load_corpus(None, row.model.sequence)
+        corpus = load_corpus(row.model.sequence)
         self._source = BatchSource(corpus.train, row.batch, row.model.sequence, row.seed + 1 + rank())
         self._count, self._device = row.micro_batches, device.torch
 
@@ -117,7 +101,7 @@ def _bare_seconds(model: Transformer, row: TrainRow, device: Device) -> float:
     return _block(bare, [batches.next() for _ in range(row.steps)], device, [])
 
 
-def _block(contestant: Contestant, steps: list[list[Tensor]], device: Device, losses: list[Tensor]) -> float:
+def _block(contestant: Plain, steps: list[list[Tensor]], device: Device, losses: list[Tensor]) -> float:
     """Returns seconds per step; appends the losses to ``losses``."""
     device.synchronize()
     began = time.perf_counter()
@@ -127,7 +111,7 @@ def _block(contestant: Contestant, steps: list[list[Tensor]], device: Device, lo
     return (time.perf_counter() - began) / len(steps)
 
 
-def _timed(contestant: Contestant, row: TrainRow, device: Device) -> dict[str, Any]:
+def _timed(contestant: Plain, row: TrainRow, device: Device) -> dict[str, Any]:
     batches = Batches(row, device)
     losses: list[Tensor] = []
     for _ in range(row.warm_up):

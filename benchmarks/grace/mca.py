@@ -30,9 +30,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+Row = dict[str, Any]
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -70,34 +72,11 @@ class ToolsMissing(Exception):
 
 
 @dataclass(frozen=True)
-class Tools:
-    """Holds the commands used, and their versions."""
-
-    compiler: list[str]
-    mca: str
-    versions: dict[str, str]
-
-
-@dataclass(frozen=True)
 class Block:
     """Represents a basic block: its instructions, and the blocks that may follow."""
 
     instructions: list[str]
     successors: list[int]
-
-
-@dataclass(frozen=True)
-class Row:
-    """Describes a loop on an instruction set. A vector holds four parameters; a loop may be unrolled over several."""
-
-    name: str
-    isa: str
-    state: str
-    instructions_per_param: float
-    cycles_per_param: float
-    cycles_per_param_all_escape: float
-    of_budget: float
-    gb_per_s_per_core: float
 
 
 def budget(state: str = "fp32") -> float:
@@ -122,10 +101,9 @@ def run(command: list[str], text: str | None = None) -> str:
     return done.stdout
 
 
-def find_tools(compiler: str | None) -> Tools:
+def find_tools() -> tuple[list[str], str]:
     """Returns the compiler and llvm-mca, after trying both: an old one may not know the processor."""
-    default = ["--target=aarch64-linux-gnu", f"-mtune={CPU}"]
-    command = shlex.split(compiler) if compiler else [find_tool("clang++", "clang-19"), *default]
+    command = [find_tool("clang++", "clang-19"), "--target=aarch64-linux-gnu", f"-mtune={CPU}"]
     mca = find_tool("llvm-mca", "llvm-19")
     probe = "#include <arm_sve.h>\n#include <cstring>\n#include <type_traits>\n"
     try:
@@ -137,10 +115,7 @@ def find_tools(compiler: str | None) -> Tools:
         count_cycles(mca, ["fsqrt z0.s, p0/m, z1.s"])
     except RuntimeError as error:
         raise ToolsMissing(f"{mca} does not know {CPU}; LLVM 17 or newer does.\n{error}") from error
-    versions = {"compiler": run([*command, "--version"]), "llvm-mca": run([mca, "--version"])}
-    lines = {name: next(line.strip() for line in text.splitlines() if "ersion" in line or "(" in line)
-             for name, text in versions.items()}  # fmt: skip
-    return Tools(command, mca, lines)
+    return command, mca
 
 
 def isa_flags(isa: str) -> list[str]:
@@ -155,14 +130,14 @@ def isa_flags(isa: str) -> list[str]:
     return [flag for flag in flags if flag != "-pthread"]
 
 
-def compile_loops(tools: Tools, isa: str, state: str) -> str:
+def compile_loops(compiler: list[str], isa: str, state: str) -> str:
     """Returns the assembly of loops.cpp for the lanes of `isa` and one of STATES."""
     moments, split, _ = STATES[state]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "loops.s")
         macros = [f"-DGRACE_LANES={isa.capitalize()}Lanes", f"-DGRACE_MOMENTS={moments}", f"-DGRACE_SPLIT={split}"]
         flags = [*isa_flags(isa), "-I", str(ROOT / "csrc"), *macros, "-S"]
-        run([*tools.compiler, *flags, str(HERE / "loops.cpp"), "-o", str(output)])
+        run([*compiler, *flags, str(HERE / "loops.cpp"), "-o", str(output)])
         return output.read_text()
 
 
@@ -294,31 +269,24 @@ def count_cycles(mca: str, instructions: list[str]) -> float:
     return float(summary["TotalCycles"]) / ITERATIONS
 
 
-def row_of(name: str, isa: str, state: str, instructions: float, cycles: float, all_escape: float) -> Row:
-    """Returns a table row from per-parameter counts."""
-    rate = MACHINE["ghz"] * STATES[state][2] / cycles
-    return Row(name, isa, state, instructions, cycles, all_escape, cycles / budget(state), rate)
-
-
-def analyse(tools: Tools, isa: str, state: str, bodies: Path | None) -> list[Row]:
-    """Returns the rows of one instruction set and state; also writes the loop bodies to a folder if one is named."""
-    assembly = compile_loops(tools, isa, state)
+def analyse(compiler: list[str], mca: str, isa: str, state: str) -> list[Row]:
+    """Returns the rows of one instruction set and state. A vector holds four parameters; a loop may be unrolled."""
+    assembly = compile_loops(compiler, isa, state)
+    two_passes = STATES[state][0] == "q8"
     rows = []
     for name in LOOPS:
-        two_passes = STATES[state][0] == "q8"
-        found = loop_bodies(assembly, name, PASSES[name] if two_passes else ONE_PASS)
-        loops = [(mark, loop) for mark, some in found.items() for loop in some]
-        totals = [0.0, 0.0, 0.0]  # per parameter: instructions, cycles, cycles if everything escapes
-        for number, (mark, (usual, worst)) in enumerate(loops):
-            if bodies:
-                bodies.mkdir(parents=True, exist_ok=True)
-                part = f"_{number + 1}" if len(loops) > 1 else ""
-                (bodies / f"{isa}_{state}_{name}{part}.s").write_text("\n".join(usual) + "\n")
+        instructions, cycles, all_escape = 0.0, 0.0, 0.0  # per parameter
+        for mark, loops in loop_bodies(assembly, name, PASSES[name] if two_passes else ONE_PASS).items():
             per_vector = PER_VECTOR[mark] if two_passes else SQUARE_ROOTS.get(name, 1)
-            params = count(mark, usual) * LANES_PER_VECTOR / per_vector
-            cycles = [count_cycles(tools.mca, body) for body in (usual, worst)]
-            totals = [total + one / params for total, one in zip(totals, [len(usual), *cycles], strict=True)]
-        rows.append(row_of(name, isa, state, *totals))
+            for usual, worst in loops:
+                params = count(mark, usual) * LANES_PER_VECTOR / per_vector
+                instructions += len(usual) / params
+                cycles += count_cycles(mca, usual) / params
+                all_escape += count_cycles(mca, worst) / params
+        row = {"name": name, "isa": isa, "state": state, "instructions_per_param": instructions}
+        row |= {"cycles_per_param": cycles, "cycles_per_param_all_escape": all_escape}
+        row |= {"of_budget": cycles / budget(state), "gb_per_s_per_core": MACHINE["ghz"] * STATES[state][2] / cycles}
+        rows.append(row)
     return rows
 
 
@@ -327,48 +295,36 @@ def table(rows: list[Row]) -> str:
     lines = [f"{'isa':5} {'state':10} {'loop':15} {'instr/param':>11} {'cycles/param':>12} "
              f"{'of budget':>9} {'GB/s/core':>9} {'all escape':>10}"]  # fmt: skip
     for row in rows:
-        escape = f"{row.cycles_per_param_all_escape:10.2f}" if row.name == "step_journaled" else f"{'-':>10}"
+        escape = f"{row['cycles_per_param_all_escape']:.2f}" if row["name"] == "step_journaled" else "-"
         lines.append(
-            f"{row.isa:5} {row.state:10} {row.name:15} {row.instructions_per_param:11.2f} {row.cycles_per_param:12.2f} "
-            f"{row.of_budget:9.1%} {row.gb_per_s_per_core:9.1f} {escape}"
+            f"{row['isa']:5} {row['state']:10} {row['name']:15} {row['instructions_per_param']:11.2f} "
+            f"{row['cycles_per_param']:12.2f} {row['of_budget']:9.1%} {row['gb_per_s_per_core']:9.1f} {escape:>10}"
         )
     return "\n".join(lines)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parses the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report as JSON")
-    parser.add_argument("--bodies", type=Path, metavar="FOLDER", help="also write the loop bodies that were analysed")
-    parser.add_argument("--compiler", help=f"command that compiles for AArch64 (default: clang++ tuned for {CPU})")
-    parser.add_argument("--require", action="store_true", help=f"exit with {MISSING} where the tools are missing")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs the analysis; returns the exit status."""
-    arguments = parse(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report as JSON")
+    parser.add_argument("--require", action="store_true", help=f"exit with {MISSING} where the tools are missing")
+    arguments = parser.parse_args(argv)
     try:
-        tools = find_tools(arguments.compiler)
+        tools = find_tools()
     except ToolsMissing as reason:
         print(f"SKIPPED: cycles per parameter on {CPU} were not checked: {reason}")
         return MISSING if arguments.require else 0
-    rows = [row for isa in ("sve", "neon") for state in STATES for row in analyse(tools, isa, state, arguments.bodies)]
-    over = [row for row in rows if row.of_budget > ALLOWED.get((row.state, row.name), 1)]
-    print(f"{tools.versions['compiler']}; {tools.versions['llvm-mca']}; {CPU}")
-    print(table(rows))
+    rows = [row for isa in ("sve", "neon") for state in STATES for row in analyse(*tools, isa, state)]
+    over = [row for row in rows if row["of_budget"] > ALLOWED.get((row["state"], row["name"]), 1)]
+    print(f"{run([tools[0][0], '--version']).splitlines()[0]}; {CPU}\n{table(rows)}")
     for state, (*_, moved) in STATES.items():
         print(f"budget of {state}: {budget(state):.2f} cycles per parameter = {MACHINE['cores']} cores x "
               f"{MACHINE['ghz']} GHz x {moved} bytes / {MACHINE['memory_gb_per_s']:.0f} GB/s")  # fmt: skip
     for row in over:
-        print(f"OVER BUDGET: {row.isa} {row.state} {row.name} needs {row.cycles_per_param:.2f} cycles per parameter")
+        print(f"OVER BUDGET: {row['isa']} {row['state']} {row['name']}: {row['cycles_per_param']:.2f} cycles")
     if arguments.json:
-        report = {
-            "machine": {"cpu": CPU, **MACHINE},
-            "versions": tools.versions,
-            "limit": {"cycles_per_param": budget(), "by_state": {state: budget(state) for state in STATES}},
-            "rows": [asdict(row) for row in rows],
-        }
+        limit = {"cycles_per_param": budget(), "by_state": {state: budget(state) for state in STATES}}
+        report = {"machine": {"cpu": CPU, **MACHINE}, "limit": limit, "rows": rows}
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
     return 1 if over else 0
 

@@ -30,33 +30,19 @@ class ModelConfig:
     kv_heads: int = 2
     mlp: int = 640
     sequence: int = 128
-    tied: bool = False
     vocabulary: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "sequence", "vocabulary"):
-            _check_at_least_one(name, getattr(self, name))
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ArgumentError(f"{name}={value}: expected a whole number, 1 or more")
         if self.hidden % self.heads:
-            raise ArgumentError(
-                f"hidden={self.hidden} is not divisible by heads={self.heads}: "
-                f"every head needs the same width; choose hidden as a multiple of heads"
-            )
+            raise ArgumentError(f"hidden={self.hidden} is not divisible by heads={self.heads}: choose a multiple")
         if self.heads % self.kv_heads:
-            raise ArgumentError(
-                f"heads={self.heads} is not divisible by kv_heads={self.kv_heads}: "
-                f"every key/value head serves the same number of query heads"
-            )
+            raise ArgumentError(f"heads={self.heads} is not divisible by kv_heads={self.kv_heads}: choose a multiple")
         if self.head_width % 2:
-            raise ArgumentError(
-                f"hidden={self.hidden} with heads={self.heads} gives heads of width {self.head_width}: "
-                f"rotary embeddings rotate pairs and need an even width"
-            )
+            raise ArgumentError(f"heads of width {self.head_width}: rotary embeddings need an even width")
 
     @property
     def head_width(self) -> int:
         return self.hidden // self.heads
-
-
-def _check_at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ArgumentError(f"{name}={value}: expected a whole number, 1 or more")

@@ -134,8 +134,6 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden)
         self.head = Linear(config.hidden, config.vocabulary)
-        if config.tied:
-            self.embedding.weight = self.head.weight
         cos, sin = rotary_tables(config.sequence, config.head_width)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)

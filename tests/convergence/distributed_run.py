@@ -37,7 +37,7 @@ def run(setup: Setup, name: str, speculation: str, *, order: int = 0) -> Curve:
     """
     curve = Curve(speculation)
     rank, count = world() if name != "single" else (0, 1)
-    corpus = load_corpus(None, setup.model.sequence, setup.corpus_bytes)
+    corpus = load_corpus(setup.model.sequence, setup.corpus_bytes)
     if setup.device == "cuda":
         torch.use_deterministic_algorithms(True)
     batches = BatchSource(corpus.train, setup.batch, setup.model.sequence, setup.seed + 1)

@@ -7,9 +7,8 @@ from statistics import median
 
 import pytest
 
-from benchmarks.emulation.machine import GRACE, Machine, Workload
 from benchmarks.emulation.traces import SLOWEST, FixedSchedule, run_trace
-from benchmarks.emulation.training import EmulatedTraining
+from benchmarks.emulation.training import GRACE, EmulatedTraining, Machine, Workload
 from superoffload.engine.schedule import (
     BYTES,
     Kind,

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from benchmarks.gpu_suite.launches import COPY_PIECE, SUM_PIECE, copy_pieces, grid_for, sum_pieces
 from superoffload import _native
 from superoffload.links.cuda import geometry
 from tests.support import emulated_kernels, numpy_kernels
 from tests.support import kernel_inputs as cases
 from tests.support.guarded_arrays import Guarded, assert_bits, scalars_of
+from tests.support.kernel_launches import COPY_PIECE, SUM_PIECE, copy_pieces, grid_for, sum_pieces
 from tests.support.reference.bit_sums import BLOCK_BYTES, bit_sums, number_of
 from tests.support.reference.convert import narrow
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import extension
 from benchmarks.gpu_suite import __main__ as suite
 from benchmarks.gpu_suite import rows
+from benchmarks.gpu_suite.bare_machine import prebuilt_name
 from benchmarks.gpu_suite.contestants import OURS
 from superoffload import _native
 from tests.support.checkout import ROOT
@@ -39,7 +39,7 @@ def copied(tmp_path: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, target)  # with its time, or it would be compiled again
     (folder / "build" / "gpu").mkdir()
-    shutil.copy(_native.__file__, folder / "build" / "gpu" / extension.prebuilt_name())
+    shutil.copy(_native.__file__, folder / "build" / "gpu" / prebuilt_name())
     return folder
 
 

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import pytest
 from torch import Tensor
 
-from benchmarks.gpu_suite.launches import THREADS, grid_for, table_argument
 from superoffload.engine.bucket import BLOCK
 from superoffload.links.cuda import geometry
 from tests.support.checkout import ROOT
+from tests.support.kernel_launches import THREADS, grid_for, table_argument
 
 NAMES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 # Of steps: the types of gradient and published parameter.

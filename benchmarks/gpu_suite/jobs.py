@@ -8,7 +8,6 @@ sources.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import json
 import math
 import os
@@ -18,25 +17,19 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from benchmarks.facts import benchmark_machine_facts, commit, version_facts
-from benchmarks.results_file import write_results
-from benchmarks.sources import PACKAGE, digest_of
-from superoffload.errors import ArgumentError
+from benchmarks.report import PACKAGE, digest_of, facts, write_results
 from superoffload.tools.output import naming_write_errors
 
 Row = dict[str, Any]
-Progress = Callable[[str], None]
 
 DONE, FAILED, TIMED_OUT, NOT_HERE = "done", "failed", "timed out", "not here"
-LEFT = 3  # exit status
 RESULT_PATH = "{result}"  # in a command: the path for its JSON
 ENDS_VARIABLE = "BENCHMARK_JOB_ENDS"  # in a job's environment: when it is ended, by the monotonic clock
 
@@ -70,41 +63,19 @@ class Job:
 
 
 class Results:
-    """Owns one file, ``FOLDER/NAME``, with a row for each job that has ended, and a log beside it.
+    """Owns one file, with a row for each job that has ended, and a log beside it.
 
     ``earlier``: such a file of another folder or machine, whose rows count here too. Rows that this call does not ask
     for stay in the file.
     """
 
-    def __init__(self, folder: Path, name: str, *, earlier: Path | None = None, log: Path | None = None) -> None:
-        self.folder, self.merged = folder, folder / name
-        self.log = log or self.merged.with_suffix(".log")
-        with naming_write_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        self._header = {
-            "machine": benchmark_machine_facts(),
-            "versions": version_facts(),
-            "commit": commit(),
-            "limit": None,
-        }
+    def __init__(self, path: Path, earlier: Path | None = None) -> None:
+        self.path, self.log = path, path.with_suffix(".log")
+        self._header = {**facts(), "limit": None}
         self._rows: dict[str, Row] = {}
-        for path in (earlier, self.merged):
-            if path is not None:
-                self._rows.update({row["key"]: row for row in _rows_of(_read(path))})
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Refuses if another call is at work in the folder; the lock goes with its process, however that ends."""
-        with naming_write_errors(self.log):
-            file = self.log.open("ab")
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ArgumentError(
-                    f"out={self.folder}: another call is measuring into it; wait for its end, or name another folder"
-                ) from None
-            yield
+        for each in (earlier, path):
+            report = None if each is None else _read(each)
+            self._rows.update({row["key"]: row for row in (report or {}).get("rows", [])})
 
     def latest(self, job: Job) -> Row | None:
         """Returns the latest result with these sources and settings, from here or elsewhere, good or bad."""
@@ -122,69 +93,45 @@ class Results:
             return None
         return row
 
-    def add(self, job: Job, status: str, seconds: float, **found: Any) -> Row:
-        row: Row = plain(
-            {
-                "key": job.key,
-                "status": status,
-                "settings": job.settings,
-                "sources": digest_of(job.sources),
-                "made_from": job.sources,
-                "commit": self._header["commit"],
-                "boot": boot(),
-                "wall_seconds": round(seconds, 3),
-                **found,
-            }
-        )
-        self._rows[job.key] = row
+    def add(self, job: Job, status: str, seconds: float, **found: Any) -> None:
+        row = {"key": job.key, "status": status, "settings": job.settings, "sources": digest_of(job.sources)}
+        row |= {"made_from": job.sources, "commit": self._header["commit"], "boot": boot()}
+        self._rows[job.key] = plain({**row, "wall_seconds": round(seconds, 3), **found})
         self.write({})
-        return row
-
-    def forget(self, job: Job) -> None:
-        self._rows.pop(job.key, None)
 
     def rows(self, jobs: Iterable[Job]) -> list[Row]:
         """Returns the results so far, in the order of ``jobs``."""
         return [row for job in jobs if (row := self.latest(job)) is not None]
 
-    def merge(self, jobs: Iterable[Job], extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns one report of all results so far, in the order of ``jobs``.
-
-        The file gets it too, followed by the rows of other jobs.
-        """
-        rows = self.rows(jobs)
-        self._rows = {**{row["key"]: row for row in rows}, **self._rows}
+    def merge(self, jobs: Iterable[Job], extra: Mapping[str, Any]) -> None:
+        """Writes one report of all results so far, in the order of ``jobs``, followed by the rows of other jobs."""
+        self._rows = {**{row["key"]: row for row in self.rows(jobs)}, **self._rows}
         self.write(extra)
-        merged: dict[str, Any] = plain({**self._header, **extra, "rows": rows})
-        return merged
 
     def write(self, extra: Mapping[str, Any]) -> None:
-        """Writes the file whole or not at all."""
-        write_results(self.merged, plain({**self._header, **extra, "rows": list(self._rows.values())}))
+        write_results(self.path, plain({**self._header, **extra, "rows": list(self._rows.values())}))
 
 
 def run_jobs(
     jobs: Sequence[Job],
     results: Results,
     time_limit: float,
-    progress: Progress,
     *,
-    retry: bool = False,
-    environment: Mapping[str, str] = MappingProxyType({}),
+    retry: bool,
+    environment: Mapping[str, str],
 ) -> list[Job]:
     """Runs what has no result yet for at most ``time_limit`` seconds; returns the jobs that are left, in order.
 
     It does not begin a job with less time left than that needs; a later one that needs less may run. ``retry``: jobs
     that failed or took too long in an earlier call run again. ``environment``: of all jobs, beside their own.
     """
-    check_keys(jobs)
     deadline = time.monotonic() + time_limit
     before = {job.key for job in jobs if results.row(job) is not None}
     if retry:
         before -= {row["key"] for row in results.rows(jobs) if row["status"] in (FAILED, TIMED_OUT)}
     wanted = _waited_for(jobs, before)
     left: list[Job] = []
-    with results.alone(), tempfile.TemporaryDirectory(prefix="superoffload-jobs-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="superoffload-jobs-") as scratch:
         for number, job in enumerate(jobs, 1):
             if job.key in before or (job.prepares and job.key not in wanted):
                 continue
@@ -195,7 +142,7 @@ def run_jobs(
             if remaining < job.needed_seconds or unmet(job, jobs, results):
                 left.append(job)
                 continue
-            progress(f"[{number}/{len(jobs)}] {job.key}")
+            print(f"[{number}/{len(jobs)}] {job.key}", flush=True)
             if not _run(job, results, remaining, Path(scratch), environment):
                 left.append(job)
     return left
@@ -215,13 +162,6 @@ def unmet(job: Job, jobs: Sequence[Job], results: Results) -> list[str]:
     """Returns keys of jobs that ``job`` comes after and that have not succeeded."""
     by_key = {other.key: other for other in jobs}
     return [key for key in job.after if (row := results.row(by_key[key])) is None or row["status"] != DONE]
-
-
-def check_keys(jobs: Sequence[Job]) -> None:
-    keys = [job.key for job in jobs]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
-    if twice:
-        raise ArgumentError(f"jobs: {twice[0]} occurs twice; every job needs a name of its own")
 
 
 def _run(job: Job, results: Results, remaining: float, scratch: Path, shared: Mapping[str, str]) -> bool:
@@ -343,7 +283,3 @@ def _read(path: Path) -> Any:
         return plain(json.loads(path.read_bytes()))
     except (OSError, ValueError):  # absent, or cut short
         return None
-
-
-def _rows_of(report: Any) -> list[Row]:
-    return list(report.get("rows", [])) if isinstance(report, dict) else []
