@@ -269,7 +269,6 @@ class Intake:
         self._freed.making_way()
         for tracked in self._params:
             self.retract(tracked)
-            tracked.gradient.backwards = 0
         self.begin_anew()
 
     def hand_over(self, tracked: TrackedParam, *, in_backward: bool, more_to_come: bool = False) -> None:

@@ -229,8 +229,10 @@ def test_loaded_in_part(error: type[BaseException], tmp_path: Path, monkeypatch:
         one.resume(saved)
         one.steps(range(2, 4))
     assert_same(run.everything(), straight.everything())
-    run.optimizer.close()
-    straight.optimizer.close()
+    for one in (run, straight):
+        one.optimizer.close()
+    with pytest.raises(StateError, match="is closed"):
+        checkpoints.load(saved, run.model, run.optimizer)
 
 
 def changes_on_one(folder: str) -> list[str]:

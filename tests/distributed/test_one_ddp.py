@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW
+from superoffload.integrations.ddp import DdpReductions
 from tests.support.rank_processes import error_of, loss_of, net, on_ranks, wholes_of
 
 OPTIONS: dict[str, Any] = {"lr": 3e-3, "threads": 1, "bucket_numel": 1024, "rank_timeout": 20.0}
@@ -72,6 +74,8 @@ def one_after_the_other() -> list[tuple[bool, int]]:
         other.close()
         if phase != 1:
             optimizer.close()
+            with mock.patch.object(DdpReductions, "begins", side_effect=AssertionError("it is closed")):
+                loss_of(model, 51).backward()
         del optimizer
         gc.collect()
     loss_of(model, 0).backward()

@@ -149,7 +149,7 @@ def test_a_reduction_is_waited_for_and_handed_over_before_handlers_of_signals_ru
     reduced.begins(ddp.Reduction(future, [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]))
     before = signal.signal(signal.SIGUSR1, lambda *_: done.append("handled"))
     try:
-        reduced.drain()
+        reduced.finish()
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert done == [[0.0, 1.0, 2.0], [3.0, 4.0], "handled"]
