@@ -56,8 +56,9 @@ class Speculator:
         self._proves_clip = math.inf
         if max_grad_norm is not None and unscale != 0.0:
             norm = max_grad_norm / abs(unscale)
-            # The formula of verdict.decide(), solved for the norm: change both.
-            self._proves_clip = norm * norm * (1 + 1e-6)  # norm ** 2 would raise OverflowError instead of giving inf
+            # A larger square certainly clips by verdict.decide(). Here 1e-6 is a margin for rounding, there a part of
+            # the formula. norm ** 2 would raise OverflowError instead of giving inf.
+            self._proves_clip = norm * norm * (1 + 1e-6)
 
     def take_packed(self, bucket: Bucket, *, in_backward: bool) -> None:
         """``bucket`` was packed: its squares count, and in backward it may be speculated."""
@@ -90,7 +91,8 @@ class Speculator:
         return self._schedule.should_speculate(numel / self._layout.numel)
 
     def _speculate(self, bucket: Bucket) -> None:
-        """Steps it with a journal, unless its journal overflowed lately or a program holds its state."""
+        """Steps it with a journal, unless it is resident, a program holds its state, or the journal has no room or
+        overflowed lately."""
         if bucket.resident:  # stepped on the accelerator, after the verdict
             return
         executor, snapshots = self._executor, self._snapshots

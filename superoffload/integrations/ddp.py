@@ -1,6 +1,7 @@
 """Adapts ``DistributedDataParallel``: gradients are read from its communication hook, after the reduction.
 
 The hooks of single parameters run before DDP reduces; only the reduction itself knows when a gradient is final.
+A bucket in this file is one of DDP's.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class DdpReductions(Reductions):
         self._alone = alone  # another thread, or a signal's handler, may call finish() or forget()
         self._waiting: deque[Reduction] = deque()
         self._delivered: list[tuple[Tensor, Tensor]] = []  # in this backward
-        self._shown: dict[Tensor, tuple[Tensor | None, int]] = {}  # p.grad and its version, before DDP puts it there
+        # p.grad and its version just before DDP writes the reduced gradient; (None, 0) until then.
+        self._shown: dict[Tensor, tuple[Tensor | None, int]] = {}
         self._watches = False
         self._group = group
         self._stream: torch.cuda.Stream | None = None
@@ -82,7 +84,7 @@ class DdpReductions(Reductions):
             # DDP has copied it there, or it lies in DDP's own memory. Else it is from before this backward.
             if grad is not before or grad._version != version or grad.data_ptr() == reduced.data_ptr():
                 self._keep(param)
-        self._rest()
+        self._forget_backward()
 
     def _keep(self, param: Tensor) -> None:
         taker = self._taker()
@@ -134,14 +136,14 @@ class DdpReductions(Reductions):
     def finish(self) -> None:
         """Hands over, at ``step()``, the gradients that an interrupted backward has left."""
         self.drain()
-        self._rest()
+        self._forget_backward()
 
     def forget(self) -> None:
         """Drops the gradients of a backward that is given up."""
         self._waiting.clear()
-        self._rest()
+        self._forget_backward()
 
-    def _rest(self) -> None:
+    def _forget_backward(self) -> None:
         self._delivered.clear()
         self._shown.clear()
         self._watches = False

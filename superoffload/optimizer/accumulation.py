@@ -27,7 +27,7 @@ from superoffload.optimizer import frameworks
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.frameworks import windows
 from superoffload.optimizer.gradient_source import main_grad_of
-from superoffload.optimizer.packed_gradient import packed_in, stand_in_for
+from superoffload.optimizer.placeholder import packed_in, stand_in_for
 
 F = TypeVar("F", bound=Callable[..., Any])
 _BYTES = 4  # of an element in fp32

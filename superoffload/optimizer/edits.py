@@ -14,8 +14,8 @@ from superoffload.optimizer.advice import Advice, EditAdvice
 from superoffload.optimizer.gradient_source import check_one_gradient, gradient_of, lay_out_like
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.master_updates import MasterUpdates
-from superoffload.optimizer.packed_gradient import packed_in
 from superoffload.optimizer.params import Params
+from superoffload.optimizer.placeholder import packed_in
 from superoffload.optimizer.tracked_param import FoundEdits, TrackedParam, find_edits, unedited, unwritten
 
 
@@ -72,7 +72,7 @@ class Edits:
             check_one_gradient(tracked.shard.name, tracked.param)
             if gradient_of(tracked.param) is not None and not engine.has_gradient(tracked.shard):
                 late.append(tracked)
-        intake.take_late(late)
+        intake.take_missing(late)
         self._edited.end()
 
     def is_edited(self, tracked: TrackedParam) -> bool:

@@ -17,7 +17,7 @@ from superoffload.links.select import keeps_gradients, link_for, on_device
 from superoffload.optimizer import frameworks
 from superoffload.optimizer.arguments import ConstructorArguments
 from superoffload.optimizer.gradient_source import gradient_of
-from superoffload.optimizer.packed_gradient import PackedGradient
+from superoffload.optimizer.placeholder import GradientPlaceholder
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def set_up_engine(
 def _in_memory(param: Tensor) -> Tensor | None:
     """Returns the gradient of ``param``, unless it was packed and freed."""
     gradient = gradient_of(param)
-    return None if isinstance(gradient, PackedGradient) else gradient
+    return None if isinstance(gradient, GradientPlaceholder) else gradient
 
 
 def _sizes(params: Sequence[Tensor], names: dict[int, str], ranks: RankSetup) -> list[tuple[int, int]]:

@@ -43,13 +43,15 @@ class Gathering(Protocol):
 
 
 class TakesReduced(Protocol):
-    """Takes gradients that a framework has reduced over ranks."""
+    """Takes gradients that a framework has reduced over ranks, in the thread that runs backward."""
 
     def take_reduced(self, param: Tensor, gradient: Tensor) -> None:
-        """Takes a flat gradient, which the framework will put into ``param.grad``."""
+        """Takes a flat gradient in the parameter's order, which the current stream may read and nothing writes before
+        the step ends. It will be in ``param.grad``: ``step()`` compares that with it, bit by bit, and uses what is
+        there. A later call before ``step()`` replaces it."""
 
     def keep_reduced(self, param: Tensor) -> None:
-        """Learns that ``param.grad`` has the gradient that was taken."""
+        """Learns that ``param.grad`` has the gradient that was taken, which saves the comparison."""
 
     def leave_join(self) -> None:
         """Learns that this rank has no more inputs while others go on."""
@@ -68,7 +70,7 @@ class Reductions:
         """Drops the gradients of a backward that is given up."""
 
 
-class Window(Protocol):
+class AccumulationWindow(Protocol):
     """Knows, for one optimizer, whether the framework's loop accumulates gradients."""
 
     def more_to_come(self) -> bool:
@@ -86,8 +88,9 @@ class Framework:
         return False
 
     def follow_reductions(self, model: nn.Module, alone: Alone) -> Reductions | None:
-        """Follows the gradients that ``model`` reduces. ``alone`` keeps other threads and signal handlers out of
-        unfinished changes. None: it reduces none."""
+        """Follows the gradients that ``model`` reduces. None: it reduces none, or they cannot be followed, so that they
+        are taken in ``step()``, without speculation. ``alone``, a context around every change of what waits for the
+        taker, keeps other threads and signal handlers out."""
 
     def forward_view(self, model: nn.Module) -> Gathered | None:
         """Returns a collective generator of (sharded parameter, the value of it that a forward of ``model`` gathers);
@@ -105,7 +108,7 @@ class Framework:
     def keep_fp32_sums(self, model: nn.Module, params: Sequence[Tensor]) -> Callable[[], None] | None:
         """Keeps gradients in fp32 where the framework would round them; returns what undoes that."""
 
-    def window(self) -> Window | None:
+    def window(self) -> AccumulationWindow | None:
         """Returns the window of one optimizer; None: the framework has no loop of its own."""
 
     def is_copying_state(self) -> bool:
@@ -156,7 +159,7 @@ def keep_fp32_sums(model: nn.Module, params: Sequence[Tensor]) -> list[Callable[
     return [each for each in undo if each is not None]
 
 
-def windows() -> list[Window]:
+def windows() -> list[AccumulationWindow]:
     found = [adapter.window() for adapter in adapters()]
     return [each for each in found if each is not None]
 

@@ -12,8 +12,8 @@ from superoffload.host.tensors import local_of, out_of_order
 from superoffload.optimizer.accumulation import HostAccumulation
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.lifetime import Lifetime, weakly
-from superoffload.optimizer.packed_gradient import PackedGradient, gradient_is_gone, packed_in
 from superoffload.optimizer.params import Params
+from superoffload.optimizer.placeholder import GradientPlaceholder, gradient_is_gone, packed_in
 from superoffload.optimizer.tracked_param import TrackedParam
 
 
@@ -52,11 +52,11 @@ class FreedGradients:
 
     # ---- calls of placeholders --------------------------------------------------------------------------------
 
-    def is_packed(self, tracked: TrackedParam, packed: PackedGradient) -> bool:
+    def is_packed(self, tracked: TrackedParam, packed: GradientPlaceholder) -> bool:
         """Returns whether ``packed`` stands for the gradient that the engine has of this step."""
         return tracked.gradient.is_placeholder(packed) and self._engine.has_gradient(tracked.shard)
 
-    def _take_addend(self, packed: PackedGradient, addend: Tensor) -> None:
+    def _take_addend(self, packed: GradientPlaceholder, addend: Tensor) -> None:
         """Keeps ``addend``, from any thread, for the hook of its parameter to add in host memory."""
         with self._lifetime.alone:
             tracked = self._params.of_shard(packed.shard)
@@ -69,7 +69,7 @@ class FreedGradients:
             ):
                 packed.keep_addend(addend)
 
-    def _bring_back(self, packed: PackedGradient) -> None:
+    def _bring_back(self, packed: GradientPlaceholder) -> None:
         """Brings the gradient back, for any thread. Leaves ``packed`` as it is where the gradient is gone."""
         with self._lifetime.whole().alone:
             tracked = self._params.of_shard(packed.shard)
@@ -79,7 +79,7 @@ class FreedGradients:
                 self.bring_back(tracked, packed)
 
     @torch.no_grad()
-    def bring_back(self, tracked: TrackedParam, packed: PackedGradient) -> None:
+    def bring_back(self, tracked: TrackedParam, packed: GradientPlaceholder) -> None:
         """Fills ``packed`` with a copy of the packed gradient on the parameter's device, even in inference mode."""
         holding, local = tracked.holding, local_of(tracked.param)
         if holding.is_flat:

@@ -85,14 +85,15 @@ def check_no_main_grad(param: Tensor) -> None:
         )
 
 
-def is_final(param: Tensor) -> bool:
+def accept_main_grad(param: Tensor) -> bool:
     """Returns, in a hook of ``param``, whether its gradient is final: ``p.main_grad`` once a fused kernel or an earlier
-    hook has added all to it; ``p.grad`` unless another hook has removed it."""
+    hook has added all to it; ``p.grad`` unless another hook has removed it. A stand-in beside ``p.main_grad``, to which
+    the next backward would add, is removed."""
     if main_grad_of(param) is None:
         return param.grad is not None
     final = is_added(param)
     if final:
-        param.grad = None  # a stand-in, to which the next backward would add
+        param.grad = None
     return final
 
 

@@ -1,4 +1,7 @@
-"""Gradients go from backward to the engine as soon as they are final."""
+"""Gradients go from backward to the engine: one by one in the first step, later all of a bucket together.
+
+A hook of the parameter, a framework's reduction, or ``step()`` hands them over.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,18 @@ from superoffload.optimizer.accumulation import Accumulation
 from superoffload.optimizer.arguments import check_gradient
 from superoffload.optimizer.frameworks import await_gradient
 from superoffload.optimizer.freed_gradients import FreedGradients
-from superoffload.optimizer.gradient_source import dtype_to_come, gradient_of, is_final, lay_out_like, main_grad_of
+from superoffload.optimizer.gradient_source import (
+    accept_main_grad,
+    dtype_to_come,
+    gradient_of,
+    lay_out_like,
+    main_grad_of,
+)
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.other_ranks import Ranks
-from superoffload.optimizer.packed_gradient import PackedGradient, packed_in, unpacked
 from superoffload.optimizer.params import Params
+from superoffload.optimizer.placeholder import GradientPlaceholder, packed_in, unpacked
 from superoffload.optimizer.tracked_param import TrackedParam, ready_gradients
 from superoffload.optimizer.verdict_terms import VerdictTerms
 
@@ -60,7 +69,8 @@ class Intake:
         self._in_place = engine.link.in_place  # gradients stay where they are until step() takes them
         self._hooks: dict[TrackedParam, RemovableHandle] = {}  # not of frozen parameters
         self._unhooked: list[TrackedParam] = []  # frozen ones, and those that are reduced over ranks later
-        # By the shard's index; empty unless the engine has a gradient of this step and its buckets stay as they are.
+        # The bucket of each shard that lies in one alone, by the shard's index. Empty, gradients go one by one: until
+        # the engine has a gradient of this step, while its buckets may change, and in step().
         self._only_bucket: Mapping[int, Bucket] = {}
         self._waiting: defaultdict[Bucket, dict[TrackedParam, None]] = defaultdict(
             dict
@@ -96,8 +106,10 @@ class Intake:
     def take(self, tracked: TrackedParam) -> None:
         """Takes a gradient in its hook, after backward has added to it.
 
-        A gradient that does not complete its bucket waits for the others. These counts are only a hint: after an
-        interrupt between any two lines, ``step()`` finds the gradient in ``p.grad``.
+        A gradient that does not complete its bucket waits for the others, at the cost of a look-up and a count. All
+        others, such as those of several buckets or that the engine has already, take the longer way of ``_take``.
+        ``backwards`` and ``_waiting`` are only a hint: after an interrupt between any two lines, ``step()`` finds the
+        gradient in ``p.grad``.
         """
         if self._accumulation.contexts:
             if self._only_adds_up(tracked):
@@ -143,13 +155,13 @@ class Intake:
 
     def _follow_last(self, tracked: TrackedParam) -> None:
         """Leaves a gradient where it is; the master follows a written parameter now, as if the gradient were taken."""
-        if self._is_last(tracked) and tracked.plainly_written:
+        if self._count_backward(tracked) and tracked.plainly_written:
             self._master_updates.follow(tracked)
 
     def _take_waiting(self, bucket: Bucket) -> None:
         """Hands the waiting gradients of ``bucket`` to the engine together."""
         for tracked in self._pass_on(self._no_longer_waiting(bucket), in_backward=True):
-            self._in_backward(tracked, self._take_last)
+            self._in_backward(tracked, self._take_counted)
 
     def _take_passed(self, buckets: Sequence[Bucket]) -> None:
         """Has the engine go on without the gradients that are missing: backward has passed these buckets."""
@@ -175,15 +187,16 @@ class Intake:
             raise
         return others
 
-    def take_late(self, several: Sequence[TrackedParam]) -> None:
+    def take_missing(self, several: Sequence[TrackedParam]) -> None:
         """Hands over, in ``step()``, the gradients that the engine does not have."""
         for tracked in several[:1]:  # begins the step, if no gradient has arrived before
             self.hand_over(tracked, in_backward=False)
         for tracked in self._pass_on(several[1:], in_backward=False):
             self.hand_over(tracked, in_backward=False)
 
-    def take_rest(self) -> None:
-        """Hands over, after backward, waiting gradients that can be packed as they are; ``take_late()`` gets others."""
+    def take_waiting(self) -> None:
+        """Hands over waiting gradients, after backward, as their hooks would: those that can be packed as they are.
+        ``take_missing()`` gets the others."""
         self._only_bucket = {}
         for bucket in list(self._waiting):
             self._pass_on(self._no_longer_waiting(bucket), in_backward=True)
@@ -204,9 +217,9 @@ class Intake:
     def _in_backward(self, tracked: TrackedParam, take: Callable[[TrackedParam], None]) -> None:
         """Calls ``take`` in one thread at a time. Its error may be lost with the thread that runs backward; ``step()``
         raises it again, since gradients are missing then."""
-        self._lifetime.work.if_in_use(self._take_by, take, tracked)
+        self._lifetime.work.if_in_use(self._keep_error_of, take, tracked)
 
-    def _take_by(self, take: Callable[[TrackedParam], None], tracked: TrackedParam) -> None:
+    def _keep_error_of(self, take: Callable[[TrackedParam], None], tracked: TrackedParam) -> None:
         try:
             take(tracked)
         except Exception as error:
@@ -223,7 +236,7 @@ class Intake:
             packed = None
         if packed is None and self._engine.has_gradient(tracked.shard):
             self.retract(tracked)  # a second backward before step(): the sum is the gradient
-        more_to_come = not self._is_last(tracked)
+        more_to_come = not self._count_backward(tracked)
         if not self._engine.is_filling and self._params.are_regrouped:
             return  # step() takes it, by the groups that there are then
         if packed is not None:
@@ -232,7 +245,7 @@ class Intake:
             await_gradient(tracked.param)
             self.hand_over(tracked, in_backward=True, more_to_come=more_to_come)
 
-    def _take_last(self, tracked: TrackedParam) -> None:
+    def _take_counted(self, tracked: TrackedParam) -> None:
         """Takes a gradient that was counted as the last one, unless it was removed since."""
         if tracked.param.grad is not None and main_grad_of(tracked.param) is None:
             if self._engine.has_gradient(tracked.shard):
@@ -240,15 +253,15 @@ class Intake:
             await_gradient(tracked.param)
             self.hand_over(tracked, in_backward=True)
 
-    def _is_last(self, tracked: TrackedParam) -> bool:
-        """Returns, in the hook, whether this backward is most likely the last one before ``step()``, and counts it."""
+    def _count_backward(self, tracked: TrackedParam) -> bool:
+        """Counts a backward in its hook; returns whether it is most likely the last one before ``step()``."""
         accumulation = self._accumulation
-        if accumulation.is_asked_for or not is_final(tracked.param) or accumulation.is_of_a_window():
+        if accumulation.is_asked_for or not accept_main_grad(tracked.param) or accumulation.is_of_a_window():
             return False
         tracked.gradient.backwards += 1
         return tracked.gradient.backwards >= tracked.gradient.expected
 
-    def _add_to_packed(self, tracked: TrackedParam, packed: PackedGradient, *, more_to_come: bool) -> None:
+    def _add_to_packed(self, tracked: TrackedParam, packed: GradientPlaceholder, *, more_to_come: bool) -> None:
         assert packed.addend is not None
         if tracked.plainly_written:
             self._master_updates.follow(tracked)
@@ -340,6 +353,8 @@ class Intake:
     def _take_reduced(self, tracked: TrackedParam, gradient: Tensor) -> None:
         if self._engine.has_gradient(tracked.shard):
             self.retract(tracked)
+        if not self._count_reduction(tracked):
+            return
         if main_grad_of(tracked.param) is not None:  # the user adds the reduced gradient to it
             return
         if not self._engine.is_filling and self._params.are_regrouped:
@@ -353,6 +368,13 @@ class Intake:
         with room_on_device(tracked.shard.name):
             part = tracked.holding.part_of_memory(gradient.view(-1)).to(tracked.shard.gradient_dtype)
         self._engine.arrive(tracked.shard, part)
+
+    def _count_reduction(self, tracked: TrackedParam) -> bool:
+        """``_count_backward()`` for a gradient that is not in ``p.grad`` yet."""
+        if self._accumulation.is_asked_for or self._accumulation.is_of_a_window():
+            return False
+        tracked.gradient.backwards += 1
+        return tracked.gradient.backwards >= tracked.gradient.expected
 
     def leave_join(self) -> None:
         """This rank has no more inputs and takes no step, and others do: none can that need all."""

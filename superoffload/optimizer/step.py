@@ -79,13 +79,13 @@ class Step:
         failure: WorkerError | HostMemoryError | None = None
         try:
             self._delivery.apply(verdict)
-        except (WorkerError, HostMemoryError) as error:  # completed, or abandoned where no other rank acts on it
+        except (WorkerError, HostMemoryError) as error:  # the step was completed or abandoned; raised below
             failure = error
         finally:
             try:
                 if not verdict.found_inf:
                     self._ranks.gather_updates()
-            finally:  # this rank has stepped, even if other ranks were lost since
+            finally:  # in any case: parameters may have changed, even if other ranks were lost since
                 self._remember()
         self._ranks.conclude(verdict)
         self._advise_of_held()
@@ -102,17 +102,21 @@ class Step:
     # ---- before the verdict -----------------------------------------------------------------------------------
 
     def _take_stock(self, scale: LossScale) -> None:
-        """Brings the engine up to date with the user's gradients and parameters."""
+        """Brings the engine up to date with the user's gradients and parameters.
+
+        First the last step ends; then waiting gradients, new parameters and reductions are taken, so that all gradients
+        are known when they and the parameters are compared with what the user has now. An error here leaves gradients
+        and speculated buckets as they are: the caller may call ``step()`` again, or ``zero_grad()``."""
         engine = self._engine
         if engine.link.in_streams:
             engine.link.check_stream()
         engine.tail.land()
         self._ranks.look()
         self._intake.check_finished()
-        self._intake.take_rest()
+        self._intake.take_waiting()
         self._params.follow_state_edits()
         for index, group in enumerate(self._groups.now):
-            self._groups.hyper(index)
+            self._groups.hyper(index)  # raises for a bad setting
             unfrozen = [p for p in self._params.without_state(group["params"]) if gradient_of(p) is not None]
             if unfrozen:
                 self._intake.adopt(index, unfrozen)

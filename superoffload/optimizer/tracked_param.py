@@ -24,7 +24,7 @@ from superoffload.host.tensors import is_dtensor, local_of, memory_order, versio
 from superoffload.optimizer.arguments import check_parameter
 from superoffload.optimizer.gradient_source import gradient_of
 from superoffload.optimizer.masters import follow
-from superoffload.optimizer.packed_gradient import PackedGradient, packed_in, stand_in_for
+from superoffload.optimizer.placeholder import GradientPlaceholder, packed_in, stand_in_for
 from superoffload.optimizer.state_dict import ParamState, ShownSteps
 
 UNKNOWN = (-1, -1)
@@ -51,7 +51,7 @@ class TrackedGradient:
         self._bits = bits
         self._version = UNKNOWN
         self.version = UNKNOWN[0]  # of an ordinary tensor, when it was handed over
-        self._placeholder: ReferenceType[PackedGradient] | None = None  # of the gradient that was packed last
+        self._placeholder: ReferenceType[GradientPlaceholder] | None = None  # of the gradient that was packed last
         self.handed: Tensor | None = None  # to the engine, in this step
         self.sums: Sums | None = None  # of its bits, if versions do not show every edit and packing makes no sums
         self.reduced: Tensor | None = None  # a reduction's result that the engine has; p.grad must get the same bits
@@ -74,7 +74,7 @@ class TrackedGradient:
     @property
     def is_asleep(self) -> bool:
         """Returns whether a placeholder stands for the gradient, and no operation has used it since."""
-        return isinstance(self.handed, PackedGradient) and self.handed.is_untouched
+        return isinstance(self.handed, GradientPlaceholder) and self.handed.is_untouched
 
     def forget(self) -> None:
         """Notes that the engine has no gradient any more."""
@@ -127,11 +127,11 @@ class TrackedGradient:
     # ---- packed and freed -------------------------------------------------------------------------------------------
 
     @property
-    def placeholder(self) -> PackedGradient | None:
+    def placeholder(self) -> GradientPlaceholder | None:
         """Returns the placeholder of the gradient that was packed last, while ``p.grad`` or the user keeps it."""
         return None if self._placeholder is None else self._placeholder()
 
-    def is_placeholder(self, packed: PackedGradient) -> bool:
+    def is_placeholder(self, packed: GradientPlaceholder) -> bool:
         """Returns whether ``packed`` stands for the gradient that was handed over in this step."""
         return self.handed is packed and self.placeholder is packed
 
@@ -139,12 +139,14 @@ class TrackedGradient:
         """Forgets the placeholder, because the memory of its packed gradient is reused."""
         self._placeholder = None
 
-    def free(self, fetch: Callable[[PackedGradient], None], offer: Callable[[PackedGradient, Tensor], None]) -> None:
+    def free(
+        self, fetch: Callable[[GradientPlaceholder], None], offer: Callable[[GradientPlaceholder, Tensor], None]
+    ) -> None:
         """Frees the packed gradient's memory and puts a placeholder that can ``fetch`` it into ``p.grad``."""
         param = self._param
         local = local_of(param) if is_dtensor(param) else param
         assert self.handed is not None
-        packed = PackedGradient(self._shard.name, self._shard.index, local, self.handed.dtype, fetch, offer)
+        packed = GradientPlaceholder(self._shard.name, self._shard.index, local, self.handed.dtype, fetch, offer)
         self._placeholder = ref(packed)
         param.grad = self.handed = stand_in_for(param, packed)
         self._version, self.sums = UNKNOWN, None

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW
 from superoffload.integrations.fsdp2 import keep_reduced_gradients
-from superoffload.optimizer.packed_gradient import packed_in
+from superoffload.optimizer.placeholder import packed_in
 from tests.support.adamw_training import model_of
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
 from tests.support.fake_cuda_training import LATE

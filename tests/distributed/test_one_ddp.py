@@ -87,6 +87,32 @@ def test_each_phase_gets_its_own_optimizer() -> None:
         assert all(equal and speculated > 0 for equal, speculated in found)
 
 
+def two_passes(speculation: str, told: bool) -> tuple[list[Tensor], list[int]]:
+    """Without ``no_sync()``: DDP reduces in both. Weights, and how many buckets were undone until each step's end."""
+    inner = net(torch.float32)
+    model = DistributedDataParallel(inner, bucket_cap_mb=0.005)
+    undone = []
+    with AdamW(model.parameters(), **OPTIONS, model=model, speculation=speculation) as optimizer:
+        for step in range(3):
+            optimizer.zero_grad()
+            with optimizer.accumulate() if told else nullcontext():
+                loss_of(model, 2 * step).backward()
+            loss_of(model, 2 * step + 1).backward()
+            optimizer.step()
+            undone.append(int(optimizer.stats()["buckets_undone"]))
+        assert speculation == "never" or optimizer.stats()["buckets_committed"] > 0
+    return wholes_of(inner), undone
+
+
+def test_only_the_last_pass_of_a_step_is_stepped_early() -> None:
+    outcomes = [on_ranks(2, two_passes, *how) for how in (("always", True), ("always", False), ("never", True))]
+    for (told, none), (untold, some), (waited, _) in zip(*outcomes, strict=True):
+        assert all(map(torch.equal, told, waited)) and all(map(torch.equal, untold, waited))
+        assert none == [0, 0, 0] and some[0] > 0 and some[1:] == [some[0]] * 2, (
+            "the first step shows how many there are"
+        )
+
+
 def uneven(kind: str, speculation: str = "adaptive") -> Any:
     """Rank 0 has two batches more than rank 1. An error, or weights and how many buckets were committed and undone."""
     inner = net(torch.float32)

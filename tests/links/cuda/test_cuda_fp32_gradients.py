@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.errors import DeviceError, StateError
-from superoffload.optimizer.packed_gradient import PackedGradient, packed_in
+from superoffload.optimizer.placeholder import GradientPlaceholder, packed_in
 from tests.support.adamw_training import batch, grads_of, model_of
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
 from tests.support.fake_cuda_training import LATE, NEEDED_AGAIN, OPTIONS, free_bytes, run, seen
@@ -211,7 +211,7 @@ def test_what_is_added_by_others_counts_as_well(fake: Fake, then: str) -> None:
         assert param.grad is not None
         for value in (1.0, 0.1):
             torch.ops.aten.add_.Tensor(param.grad, torch.full_like(param, value, dtype=torch.float32))
-            if value == 1.0 and isinstance(param.grad, PackedGradient):
+            if value == 1.0 and isinstance(param.grad, GradientPlaceholder):
                 assert param.grad.in_memory is None, "it waits"
             if then != "another pass":
                 break

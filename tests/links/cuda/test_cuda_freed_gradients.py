@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.errors import ArgumentError, DeviceError, StateError
-from superoffload.optimizer.packed_gradient import PackedGradient, packed_in
+from superoffload.optimizer.placeholder import GradientPlaceholder, packed_in
 from tests.support.adamw_training import batch, grads_of, model_of, train
 from tests.support.fake_cuda import Fake, on_fake_device
 from tests.support.fake_cuda_training import LATE, NEEDED_AGAIN, quick_collections, run, seen, taken_back, training
@@ -36,7 +36,7 @@ def test_one_that_is_kept_for_longer_is_an_error_and_never_another_gradient(fake
         batch(model, 2).backward()
         kept = [parameter.grad for parameter in model.parameters()]
         looked_at = kept.pop()
-        assert isinstance(looked_at, PackedGradient)
+        assert isinstance(looked_at, GradientPlaceholder)
         values = looked_at.clone()
         optimizer.step()
         if way == "another gradient":
@@ -47,7 +47,7 @@ def test_one_that_is_kept_for_longer_is_an_error_and_never_another_gradient(fake
         else:
             optimizer._parts.params.forget_all()
         for grad in kept:
-            assert isinstance(grad, PackedGradient)
+            assert isinstance(grad, GradientPlaceholder)
             with pytest.raises(StateError, match=r"packed and freed.*later one.*clone\(\).*keep_grads=True"):
                 grad.norm()
         assert torch.equal(looked_at, values)
@@ -67,7 +67,7 @@ def test_a_placeholder_is_of_the_dtype_that_its_gradient_may_have(fake: Fake) ->
     with on_fake_device(fake), AdamW(model.parameters(), threads=1, accumulate_dtype="fp32") as optimizer:
         batch(model, 0).backward()
         for param in model.parameters():
-            assert isinstance(param.grad, PackedGradient) and param.grad.dtype is torch.float32
+            assert isinstance(param.grad, GradientPlaceholder) and param.grad.dtype is torch.float32
         optimizer.step()
         fake.synchronize()
         grads_of(model)[0].zero_()

@@ -20,7 +20,7 @@ from superoffload.host.memory import room_on_device
 from superoffload.host.tensors import is_dtensor
 
 
-class PackedGradient(Tensor):
+class GradientPlaceholder(Tensor):
     """Has shape, dtype, device and strides of a parameter's gradient; ``fetch`` fills in the gradient on demand.
 
     Every packed gradient gets a new placeholder, so that one that a user keeps never stands for a later gradient.
@@ -31,8 +31,8 @@ class PackedGradient(Tensor):
     in_memory: Tensor | None  # the gradient, once it was brought back
     zeroed: bool  # it was set to zero since the gradient was packed
     addend: Tensor | None  # to be added to the packed gradient
-    _fetch: Callable[[PackedGradient], None]
-    _offer: Callable[[PackedGradient, Tensor], None]
+    _fetch: Callable[[GradientPlaceholder], None]
+    _offer: Callable[[GradientPlaceholder, Tensor], None]
 
     @staticmethod
     def __new__(
@@ -42,8 +42,8 @@ class PackedGradient(Tensor):
         param: Tensor,
         dtype: torch.dtype,
         *_: Any,
-    ) -> PackedGradient:
-        made: PackedGradient = torch.Tensor._make_wrapper_subclass(
+    ) -> GradientPlaceholder:
+        made: GradientPlaceholder = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=dtype, device=param.device, requires_grad=False
         )
         return made
@@ -54,8 +54,8 @@ class PackedGradient(Tensor):
         shard: int,
         param: Tensor,
         dtype: torch.dtype,
-        fetch: Callable[[PackedGradient], None],
-        offer: Callable[[PackedGradient, Tensor], None],
+        fetch: Callable[[GradientPlaceholder], None],
+        offer: Callable[[GradientPlaceholder, Tensor], None],
     ) -> None:
         """``offer`` calls ``keep_addend`` with its argument if its owner will add that to the packed gradient."""
         self.of, self.shard, self.in_memory, self.zeroed, self.addend = name, shard, None, False, None
@@ -73,9 +73,9 @@ class PackedGradient(Tensor):
             raise gradient_is_gone(self.of, "it has made way for a later one, or its optimizer is closed")
         return self.in_memory
 
-    def in_dtype(self, dtype: torch.dtype) -> PackedGradient:
+    def in_dtype(self, dtype: torch.dtype) -> GradientPlaceholder:
         """Returns another placeholder for the same, untouched gradient in ``dtype``."""
-        other = PackedGradient(self.of, self.shard, self, dtype, self._fetch, self._offer)
+        other = GradientPlaceholder(self.of, self.shard, self, dtype, self._fetch, self._offer)
         if self.zeroed:
             other.set_to_zero()
         return other
@@ -102,7 +102,7 @@ class PackedGradient(Tensor):
         """Returns whether no operation has used the placeholder since the gradient was packed."""
         return self.in_memory is None and self.addend is None and not self.zeroed
 
-    def set_to_zero(self) -> PackedGradient | Tensor:
+    def set_to_zero(self) -> GradientPlaceholder | Tensor:
         """Sets the gradient to zero, without memory for the zeros until they are needed."""
         if self.in_memory is not None:
             return self.in_memory.zero_()
@@ -121,7 +121,7 @@ class PackedGradient(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Serves calls from Python, among them those that need memory (``data_ptr``, ``numpy``, ``tolist``)."""
         first = args[0] if args else None
-        if isinstance(first, PackedGradient) and first.in_memory is None and _is_about_its_form(func, args):
+        if isinstance(first, GradientPlaceholder) and first.in_memory is None and _is_about_its_form(func, args):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return _do(func, args, kwargs)
@@ -134,10 +134,10 @@ class PackedGradient(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self.in_memory is not None:
             return repr(self.in_memory)
-        return f"PackedGradient({self.of!r}: packed and freed during backward)"
+        return f"GradientPlaceholder({self.of!r}: packed and freed during backward)"
 
 
-def stand_in_for(param: Tensor, packed: PackedGradient) -> Tensor:
+def stand_in_for(param: Tensor, packed: GradientPlaceholder) -> Tensor:
     """Returns ``packed`` in a form that ``p.grad`` accepts: for a DTensor, a DTensor whose local part it is."""
     if not is_dtensor(param):
         return packed
@@ -146,11 +146,11 @@ def stand_in_for(param: Tensor, packed: PackedGradient) -> Tensor:
     return whole
 
 
-def packed_in(grad: Tensor | None) -> PackedGradient | None:
+def packed_in(grad: Tensor | None) -> GradientPlaceholder | None:
     """Returns the placeholder that ``p.grad`` is or has as its local part; None for an ordinary tensor."""
     if is_dtensor(grad):
         grad = grad._local_tensor
-    return grad if isinstance(grad, PackedGradient) else None
+    return grad if isinstance(grad, GradientPlaceholder) else None
 
 
 def unpacked(param: Tensor) -> Tensor | None:
@@ -202,13 +202,13 @@ def _do(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls ``func`` with ordinary tensors in place of placeholders."""
     if func in _TO_ZERO:
         return args[0].set_to_zero()
-    if func is _ADDED and not kwargs and isinstance(args[0], PackedGradient) and args[0].takes(*args[1:]):
+    if func is _ADDED and not kwargs and isinstance(args[0], GradientPlaceholder) and args[0].takes(*args[1:]):
         return args[0]
     return func(*_brought_back(args), **_brought_back(kwargs or {}))
 
 
 def _brought_back(value: Any) -> Any:
-    if isinstance(value, PackedGradient):
+    if isinstance(value, GradientPlaceholder):
         return value.bring_back()
     elif isinstance(value, dict):
         return {key: _brought_back(item) for key, item in value.items()}
