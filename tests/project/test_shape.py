@@ -22,7 +22,7 @@ BUDGET = {
     "links": (1900, 12),
     "distributed": (1892, 6),
     "checkpoints": (1937, 8),
-    "integrations": (4108, 22),
+    "integrations": (4110, 22),
     "host": (938, 9),
     "tools": (1466, 9),
 }

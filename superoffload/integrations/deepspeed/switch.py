@@ -1,4 +1,7 @@
-"""``enable()`` and ``disable()`` replace parts of DeepSpeed, in the versions that we know."""
+"""``enable()`` and ``disable()`` replace parts of DeepSpeed, in the versions that we know.
+
+This file loads neither DeepSpeed nor torch before ``enable()``: the doctor reads the versions without them.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,6 @@ import gc
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
-
-from torch import Tensor
-from torch.nn.utils import clip_grad
 
 from superoffload.errors import ArgumentError, StateError
 
@@ -169,6 +169,7 @@ _MARK = "superoffload_steps_it"  # marks parameters whose gradients our backend 
 def replaced_clips() -> list[tuple[Any, str, Callable[..., Any]]]:
     """Lists (module, name, replacement) for torch's public names and for what clip_grad_norm_ itself calls."""
     import torch.nn.utils
+    from torch.nn.utils import clip_grad
 
     found = []
     for module in (torch.nn.utils, clip_grad):
@@ -179,6 +180,8 @@ def replaced_clips() -> list[tuple[Any, str, Callable[..., Any]]]:
 
 
 def _refusing(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    from torch import Tensor
+
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if any(hasattr(param, _MARK) and param.grad is None for param in params):
