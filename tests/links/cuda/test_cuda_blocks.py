@@ -319,9 +319,9 @@ def test_memory_that_is_refused_is_done_without(fake: Fake, expected: dict[str, 
     allocations = 0
 
     def look(seed: int, link: LateLink, optimizer: AdamW) -> None:
-        device = link.fake_device
+        device: Any = link.fake_device
         if seed == 1:
-            real = device.empty
+            real: Callable[[int], Tensor] = device.empty
 
             def empty(nbytes: int) -> Tensor:
                 nonlocal allocations
@@ -330,7 +330,7 @@ def test_memory_that_is_refused_is_done_without(fake: Fake, expected: dict[str, 
                     raise out_of_memory()
                 return real(nbytes)
 
-            device.empty = empty  # type: ignore[method-assign]  # a full device
+            device.empty = empty  # a full device
         used.append(blocks_of(optimizer))
 
     fake.delays(2, LATE)
