@@ -220,6 +220,7 @@ def assemble(
         verdicts,
         advice,
         fp32_sums=given.fp32_sums,
+        speculates=given.speculation != "never",
     )
     state = State(lifetime, engine, groups, owned, ranks, intake, step, master_updates)
     sleep = Sleep(lifetime, engine, owned, state)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from superoffload.distributed.session import RankSetup
 from superoffload.engine.bucket import Bucket, BucketState, Shard
 from superoffload.errors import warn
 
@@ -80,6 +81,34 @@ def _message(buckets: int) -> str:
 WITHOUT_GRADIENTS = 3  # steps before the first gradient
 SKIPPED = 20  # in a row: a loss scale of 65536 that is halved as often is below 0.1
 CLIPPED_BEFORE = 5  # in a row: the norm is the threshold itself, up to rounding
+
+
+LATE = 3  # steps
+
+
+class LateGradients:
+    """Tells once, on the first rank, that replicated parameters keep everything from being stepped during backward."""
+
+    def __init__(self, advice: Advice, *, speculates: bool) -> None:
+        self._advice = advice
+        self._steps_to_come = LATE if speculates else 0
+
+    def decided(self, ranks: RankSetup, early: Iterable[bool]) -> None:
+        """Counts a step. ``early``: for each parameter, whether its gradient is final in backward."""
+        if self._steps_to_come == 0:
+            return
+        if ranks.session is None or ranks.reduced or not ranks.first or any(early):
+            self._steps_to_come = 0
+            return
+        self._steps_to_come -= 1
+        if self._steps_to_come == 0:
+            self._advice.keep(
+                "gradients of parameters that every rank has in full are read at step(), so nothing is stepped during "
+                "backward. The result is right. If DistributedDataParallel reduces them, make the optimizer after it "
+                "and pass it as model= (with Accelerate: prepare the model first, then make the optimizer). Where that "
+                "is impossible, as in Hugging Face Trainer, or your own code reduces them, speculation='never' ends "
+                "this warning"
+            )
 
 
 class IdleSteps:

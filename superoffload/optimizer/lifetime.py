@@ -103,7 +103,9 @@ class Lifetime:
                 "a whole checkpoint, on every rank, and go on from that"
             )
         if self.work.is_over and not closed_too:
-            raise StateError("the optimizer is closed; make a new one and load the state_dict() of this one")
+            raise StateError(
+                "the optimizer is closed; make a new one, and load a checkpoint, or the state_dict() of this one, there"
+            )
         if self.work.rests and not (closed_too or asleep_too):
             raise StateError("the optimizer is asleep since sleep(); call wake() first")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -118,6 +120,34 @@ def test_only_the_last_pass_of_a_step_is_stepped_early(view: bool) -> None:
         assert all(map(torch.equal, told, waited)) and all(map(torch.equal, untold, waited))
         assert not any(none)
         assert [count > 0 for count in some] == [True, False, False, False, True, False], "as in the step before"
+
+
+def said(first: bool, **options: Any) -> list[list[str]]:
+    """In each step, by an optimizer that is made before (``first``) or after DDP."""
+    inner = net(torch.float32)
+    optimizer = AdamW(inner.parameters(), **OPTIONS, **options) if first else None
+    model = DistributedDataParallel(inner)
+    found = []
+    with optimizer or AdamW(model.parameters(), **OPTIONS, model=model, **options) as ours:
+        for seed in range(5):
+            ours.zero_grad()
+            loss_of(model, seed).backward()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                ours.step()
+            found.append(
+                [str(one.message) for one in caught if "nothing is stepped during backward" in str(one.message)]
+            )
+    return found
+
+
+def test_where_nothing_can_be_stepped_early_the_first_rank_says_so_once() -> None:
+    late, other = on_ranks(2, said, True)
+    assert [len(messages) for messages in late] == [0, 0, 1, 0, 0]
+    assert "make the optimizer after it and pass it as model=" in late[2][0]
+    assert not any(other)
+    assert not any(map(any, on_ranks(2, partial(said, speculation="never"), True)))
+    assert not any(map(any, on_ranks(2, said, False)))
 
 
 def uneven(kind: str, speculation: str = "adaptive") -> Any:
