@@ -253,10 +253,12 @@ class Intake:
             await_gradient(tracked.param)
             self.hand_over(tracked, in_backward=True)
 
-    def _count_backward(self, tracked: TrackedParam) -> bool:
-        """Counts a backward in its hook; returns whether it is most likely the last one before ``step()``."""
+    def _count_backward(self, tracked: TrackedParam, *, in_hook: bool = True) -> bool:
+        """Counts a backward; returns whether it is most likely the last one before ``step()``. ``in_hook``: in the hook
+        of the parameter, which has the gradient by then."""
         accumulation = self._accumulation
-        if accumulation.is_asked_for or not accept_main_grad(tracked.param) or accumulation.is_of_a_window():
+        not_all = in_hook and not accumulation.is_asked_for and not accept_main_grad(tracked.param)
+        if accumulation.is_asked_for or not_all or accumulation.is_of_a_window():
             return False
         tracked.gradient.backwards += 1
         return tracked.gradient.backwards >= tracked.gradient.expected
@@ -353,7 +355,7 @@ class Intake:
     def _take_reduced(self, tracked: TrackedParam, gradient: Tensor) -> None:
         if self._engine.has_gradient(tracked.shard):
             self.retract(tracked)
-        if not self._count_reduction(tracked):
+        if not self._count_backward(tracked, in_hook=False):
             return
         if main_grad_of(tracked.param) is not None:  # the user adds the reduced gradient to it
             return
@@ -368,13 +370,6 @@ class Intake:
         with room_on_device(tracked.shard.name):
             part = tracked.holding.part_of_memory(gradient.view(-1)).to(tracked.shard.gradient_dtype)
         self._engine.arrive(tracked.shard, part)
-
-    def _count_reduction(self, tracked: TrackedParam) -> bool:
-        """``_count_backward()`` for a gradient that is not in ``p.grad`` yet."""
-        if self._accumulation.is_asked_for or self._accumulation.is_of_a_window():
-            return False
-        tracked.gradient.backwards += 1
-        return tracked.gradient.backwards >= tracked.gradient.expected
 
     def leave_join(self) -> None:
         """This rank has no more inputs and takes no step, and others do: none can that need all."""

@@ -17,7 +17,7 @@ FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PA
 # Lines and files of each folder, which may only fall.
 BUDGET = {
     "root": (1750, 10),
-    "optimizer": (5594, 25),
+    "optimizer": (5589, 25),
     "engine": (3790, 17),
     "links": (1900, 12),
     "distributed": (1892, 6),
