@@ -144,7 +144,7 @@ def test_delivery_on_demand(fake: Fake, mode: str) -> None:
     assert fake.mismatches == 0
 
     def forgets_to_wait(seed: int) -> bool:
-        fake.delays(seed, LATE)
+        fake.delays(seed, LATE * (1 + seed**2))  # longer and longer, for a machine that is slow
         with on_fake_device(fake), mock.patch.object(LateLink, "make_visible", lambda link, bucket: None):
             return on_demand(fake.synchronize, "on_demand", mode) != expected
 
