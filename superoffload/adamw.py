@@ -79,8 +79,8 @@ class AdamW(Optimizer):
         trace: the file to write a timeline of every step to, replaced if it is there (docs/timeline.md); None: none.
         module: the module whose forward passes wait for parameters on demand. It also serves as ``model``.
         model: the model of these parameters. Errors use its qualified names, and a full check sees the parameters that
-            its forward gathers (``fully_shard``). A ``DistributedDataParallel`` gets our communication hook, without
-            which its gradients cannot be stepped during backward.
+            its forward gathers (``fully_shard``). A ``DistributedDataParallel`` gets our communication hook, so that
+            its gradients can be stepped during backward; the first ``step()`` finds one that is not given.
         replicated: what ranks do with plain parameters, which each has in full: "replicate" the state, "shard" it over
             the ranks (each steps its part and gets the others), or "local": this process shares them with no rank.
             None: "replicate".
@@ -195,10 +195,8 @@ class AdamW(Optimizer):
 
     @untraced
     @outside_inference
-    def _follow_groups(self) -> None:
-        """Starts anew where groups have other parameters, or in another order; each parameter keeps its state."""
-        if not self._permanent.groups.changed() or not self._permanent.groups.params():
-            return
+    def _start_anew(self) -> None:
+        """Makes new parts for the groups and the model that there are now; each parameter keeps its state."""
         self._parts.state.await_snapshots()
         with self._lifetime.whole():
             self._parts = self._parts.regrouped(self._permanent)
@@ -227,6 +225,8 @@ class AdamW(Optimizer):
         with self._lifetime.whole():
             self.check_usable()  # the closure, or another thread, may have closed it
             if self._permanent.groups.params():
+                if self._permanent.finds_model(self._ranks):
+                    self._start_anew()
                 self._parts.step.run(LossScale.on(self))
             else:  # the program has emptied the groups
                 self._permanent.verdicts.without_gradients()
@@ -372,8 +372,9 @@ class AdamW(Optimizer):
         """Raises if the optimizer cannot be used, else has ``parts`` follow the param groups. ``closed_too`` accepts
         one that is closed or asleep, ``to_load`` one whose state was loaded in part."""
         self._lifetime.check_usable(closed_too=closed_too, to_load=to_load)
-        if not self._lifetime.closed and not self._lifetime.asleep:
-            self._follow_groups()
+        groups = self._permanent.groups
+        if not self._lifetime.closed and not self._lifetime.asleep and groups.changed() and groups.params():
+            self._start_anew()
 
     def close(self) -> None:
         """Undoes speculation and ends the worker threads. The state stays readable."""

@@ -6,8 +6,9 @@ A bucket in this file is one of DDP's.
 
 from __future__ import annotations
 
+import gc
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -217,6 +218,14 @@ def _state_of(grad: Tensor | None) -> tuple[Tensor | None, int]:
 class Ddp(Framework):
     def reduces_later(self, model: nn.Module) -> bool:
         return isinstance(model, DistributedDataParallel)
+
+    def reducing(self, params: Collection[Tensor]) -> nn.Module | None:
+        """Looks through all objects once: a program, or its framework, may wrap the model after the optimizer is made,
+        and tells nobody. None, too, where several have the parameters."""
+        kinds = {DistributedDataParallel, *DistributedDataParallel.__subclasses__()}
+        found = [each for each in gc.get_objects() if type(each) in kinds]
+        fitting = [model for model in found if set(params) <= set(model.parameters())]
+        return fitting[0] if len(fitting) == 1 else None
 
     def follow_reductions(self, model: nn.Module, alone: Alone) -> Reductions | None:
         if not isinstance(model, DistributedDataParallel):

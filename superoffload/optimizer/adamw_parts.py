@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 
 from superoffload.engine.engine import Engine
 from superoffload.engine.options import Recorder
 from superoffload.engine.stats import total
-from superoffload.errors import SuperOffloadError
+from superoffload.errors import ArgumentError, SuperOffloadError
+from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.accumulation import Accumulation, HostAccumulation
 from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.arguments import ConstructorArguments, as_groups, check_groups, named_in
 from superoffload.optimizer.delivery import Delivery, Eager, OnDemand
 from superoffload.optimizer.edits import Edits
 from superoffload.optimizer.engine_setup import set_up_engine
-from superoffload.optimizer.frameworks import Reductions, follow_reductions
+from superoffload.optimizer.frameworks import Reductions, follow_reductions, reducing
 from superoffload.optimizer.freed_gradients import FreedGradients
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
@@ -56,12 +59,32 @@ class PermanentParts:
         self.reductions = Reductions()
         self.views = ShownStates(lifetime.work)
         self.earlier: dict[str, float | int] = {}  # totals of engines before the last change of groups
+        self._has_looked = False
 
     def follow_reductions(self) -> None:
         """Follows the model, if it reduces gradients over the ranks."""
         model = self.given.model()
         if model is not None and type(self.reductions) is Reductions:
             self.reductions = follow_reductions(model, self.lifetime.alone)
+
+    def finds_model(self, ranks: Ranks) -> bool:
+        """Looks once, in the first step, for a model that reduces our gradients over ranks and was not given; returns
+        whether every rank has found it, so that new parts follow it. Not where an argument excludes that."""
+        if self._has_looked or ranks.setup.world == 1:
+            return False
+        self._has_looked = True
+        given, params = self.given, [param for param in self.groups.params() if param.requires_grad]
+        excluded = given.speculation == "never" or given.keep_grads is False or given.fp32_sums
+        nothing_late = ranks.setup.reduced or all(map(is_dtensor, params))
+        model, followed = None if excluded or nothing_late else reducing(params), Reductions()
+        if model is not None:
+            with suppress(ArgumentError):  # the program has registered a communication hook
+                followed = follow_reductions(model, self.lifetime.alone)
+        if not ranks.all_say("the model in DDP", model is not None and type(followed) is not Reductions):
+            return False
+        assert model is not None
+        self.reductions, self.given = followed, replace(given, model=ref(model))
+        return True
 
     def say_whose_norm(self, ranks: Ranks) -> None:
         """Warns once, on the first rank of a group, where other ranks clip by other norms."""

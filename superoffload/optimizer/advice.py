@@ -104,10 +104,9 @@ class LateGradients:
         if self._steps_to_come == 0:
             self._advice.keep(
                 "gradients of parameters that every rank has in full are read at step(), so nothing is stepped during "
-                "backward. The result is right. If DistributedDataParallel reduces them, make the optimizer after it "
-                "and pass it as model= (with Accelerate: prepare the model first, then make the optimizer). Where that "
-                "is impossible, as in Hugging Face Trainer, or your own code reduces them, speculation='never' ends "
-                "this warning"
+                "backward. The result is right. DistributedDataParallel is followed during backward, unless it has "
+                "another communication hook, or accumulate_dtype='fp32' or keep_grads=False is given. Where your own "
+                "code reduces gradients, speculation='never' ends this warning"
             )
 
 

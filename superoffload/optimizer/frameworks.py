@@ -7,7 +7,7 @@ adapter, and the first optimizer loads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -87,6 +87,9 @@ class Framework:
         """Returns whether gradients of plain parameters are reduced over ranks after their hooks have run."""
         return False
 
+    def reducing(self, params: Collection[Tensor]) -> nn.Module | None:
+        """Finds the model, among all of this process, that reduces the gradients of all these parameters."""
+
     def follow_reductions(self, model: nn.Module, alone: Alone) -> Reductions | None:
         """Follows the gradients that ``model`` reduces. None: it reduces none, or they cannot be followed, so that they
         are taken in ``step()``, without speculation. ``alone``, a context around every change of what waits for the
@@ -130,6 +133,10 @@ def adapters() -> tuple[Framework, ...]:
 
 def reduces_later(model: nn.Module | None) -> bool:
     return model is not None and any(adapter.reduces_later(model) for adapter in adapters())
+
+
+def reducing(params: Collection[Tensor]) -> nn.Module | None:
+    return _first(adapter.reducing(params) for adapter in adapters())
 
 
 def follow_reductions(model: nn.Module, alone: Alone) -> Reductions:

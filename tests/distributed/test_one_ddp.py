@@ -122,32 +122,40 @@ def test_only_the_last_pass_of_a_step_is_stepped_early(view: bool) -> None:
         assert [count > 0 for count in some] == [True, False, False, False, True, False], "as in the step before"
 
 
-def said(first: bool, **options: Any) -> list[list[str]]:
-    """In each step, by an optimizer that is made before (``first``) or after DDP."""
+def said(by_hand: bool, **options: Any) -> tuple[list[list[str]], list[int]]:
+    """The warnings and the speculated buckets of each step. The program reduces gradients, or DDP, made later."""
     inner = net(torch.float32)
-    optimizer = AdamW(inner.parameters(), **OPTIONS, **options) if first else None
-    model = DistributedDataParallel(inner)
-    found = []
-    with optimizer or AdamW(model.parameters(), **OPTIONS, model=model, **options) as ours:
+    said, speculated = [], []
+    with AdamW(inner.parameters(), **OPTIONS, **options) as ours:
+        model = inner if by_hand else DistributedDataParallel(inner)
         for seed in range(5):
             ours.zero_grad()
             loss_of(model, seed).backward()
+            for param in inner.parameters():
+                if by_hand and param.grad is not None:
+                    dist.all_reduce(param.grad)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 ours.step()
-            found.append(
-                [str(one.message) for one in caught if "nothing is stepped during backward" in str(one.message)]
-            )
-    return found
+            said.append([str(one.message) for one in caught if "is stepped during backward" in str(one.message)])
+            speculated.append(int(ours.stats()["buckets_speculated"]))
+    return said, speculated
 
 
 def test_where_nothing_can_be_stepped_early_the_first_rank_says_so_once() -> None:
-    late, other = on_ranks(2, said, True)
-    assert [len(messages) for messages in late] == [0, 0, 1, 0, 0]
-    assert "make the optimizer after it and pass it as model=" in late[2][0]
+    (late, none), (other, _) = on_ranks(2, said, True)
+    assert [len(messages) for messages in late] == [0, 0, 1, 0, 0] and not any(none)
+    assert "Where your own code reduces gradients, speculation='never' ends this warning" in late[2][0]
     assert not any(other)
-    assert not any(map(any, on_ranks(2, partial(said, speculation="never"), True)))
-    assert not any(map(any, on_ranks(2, said, False)))
+    assert not any(any(messages) for messages, _ in on_ranks(2, partial(said, speculation="never"), True))
+
+
+def test_ddp_that_is_made_later_is_followed_from_the_second_step_on() -> None:
+    for replicated in ("replicate", "shard", "local"):
+        for messages, speculated in on_ranks(2, partial(said, speculation="always", replicated=replicated), False):
+            assert not any(messages)
+            assert speculated[0] == 0 or replicated == "local"  # taken there before DDP reduces, and undone
+            assert speculated[0] < speculated[1] < speculated[4]
 
 
 def uneven(kind: str, speculation: str = "adaptive") -> Any:
