@@ -17,9 +17,9 @@ from superoffload.engine.stats import total
 from superoffload.errors import ArgumentError, SuperOffloadError
 from superoffload.host.tensors import is_dtensor
 from superoffload.optimizer.accumulation import Accumulation, HostAccumulation
-from superoffload.optimizer.advice import Advice
+from superoffload.optimizer.advice import NOTHING_EARLY, Advice
 from superoffload.optimizer.arguments import ConstructorArguments, as_groups, check_groups, named_in
-from superoffload.optimizer.delivery import Delivery, Eager, OnDemand
+from superoffload.optimizer.delivery import Delivery, OnDemand
 from superoffload.optimizer.edits import Edits
 from superoffload.optimizer.engine_setup import set_up_engine
 from superoffload.optimizer.frameworks import Reductions, follow_reductions, reducing
@@ -28,7 +28,7 @@ from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.lifetime import Lifetime, weakly
 from superoffload.optimizer.master_updates import MasterUpdates
-from superoffload.optimizer.other_ranks import Ranks, other_ranks
+from superoffload.optimizer.other_ranks import OtherRanks, Ranks
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.shown_state import ShownStates
 from superoffload.optimizer.state import Sleep, State
@@ -59,32 +59,13 @@ class PermanentParts:
         self.reductions = Reductions()
         self.views = ShownStates(lifetime.work)
         self.earlier: dict[str, float | int] = {}  # totals of engines before the last change of groups
-        self._has_looked = False
+        self.has_looked = False  # for a model that reduces gradients
 
     def follow_reductions(self) -> None:
         """Follows the model, if it reduces gradients over the ranks."""
         model = self.given.model()
         if model is not None and type(self.reductions) is Reductions:
             self.reductions = follow_reductions(model, self.lifetime.alone)
-
-    def finds_model(self, ranks: Ranks) -> bool:
-        """Looks once, in the first step, for a model that reduces our gradients over ranks and was not given; returns
-        whether every rank has found it, so that new parts follow it. Not where an argument excludes that."""
-        if self._has_looked or ranks.setup.world == 1:
-            return False
-        self._has_looked = True
-        given, params = self.given, [param for param in self.groups.params() if param.requires_grad]
-        excluded = given.speculation == "never" or given.keep_grads is False or given.fp32_sums
-        nothing_late = ranks.setup.reduced or all(map(is_dtensor, params))
-        model, followed = None if excluded or nothing_late else reducing(params), Reductions()
-        if model is not None:
-            with suppress(ArgumentError):  # the program has registered a communication hook
-                followed = follow_reductions(model, self.lifetime.alone)
-        if not ranks.all_say("the model in DDP", model is not None and type(followed) is not Reductions):
-            return False
-        assert model is not None
-        self.reductions, self.given = followed, replace(given, model=ref(model))
-        return True
 
     def say_whose_norm(self, ranks: Ranks) -> None:
         """Warns once, on the first rank of a group, where other ranks clip by other norms."""
@@ -159,6 +140,30 @@ class Parts:
         """Returns the value of ``AdamW.stats()``."""
         return total(self.engine.stats(), permanent.earlier)
 
+    def finds_model(self, permanent: PermanentParts) -> bool:
+        """Looks once, in the first step, for a model that reduces our gradients over ranks and was not given; returns
+        whether every rank has found it, so that new parts follow it. Not where an argument excludes that."""
+        setup, given = self.ranks.setup, permanent.given
+        if permanent.has_looked or setup.world == 1:
+            return False
+        permanent.has_looked = True
+        late = (
+            given.speculation != "never" and not setup.reduced and not any(map(is_dtensor, permanent.groups.params()))
+        )
+        excluded = given.keep_grads is False or given.fp32_sums
+        model = reducing([tracked.param for tracked in self.params]) if late and not excluded else None
+        followed = Reductions()
+        if model is not None:
+            with suppress(ArgumentError):  # the program has registered a communication hook
+                followed = follow_reductions(model, permanent.lifetime.alone)
+        if self.ranks.all_say("the model in DDP", model is not None and type(followed) is not Reductions):
+            assert model is not None
+            permanent.reductions, permanent.given = followed, replace(given, model=ref(model))
+            return True
+        if late and self.ranks.session is not None and setup.first and not any(one.early for one in self.params):
+            self.advice.keep(NOTHING_EARLY)
+        return False
+
     # ---- changed groups ---------------------------------------------------------------------------------------
 
     def regrouped(self, permanent: PermanentParts) -> Parts:
@@ -216,12 +221,11 @@ def assemble(
     engine, advice = engine_setup.engine, Advice()
     owned = Params(engine_setup, given, groups, permanent.views, kept)
     master_updates = MasterUpdates(engine, advice)
-    ranks = other_ranks(engine_setup.ranks, engine, owned, master_updates)
-    delivery: Delivery = (
-        OnDemand(lifetime, engine, owned, master_updates, given.model, params)
-        if given.on_demand
-        else Eager(lifetime, engine)
-    )
+    alone = engine_setup.ranks.session is None
+    ranks = Ranks(engine_setup.ranks, owned) if alone else OtherRanks(engine_setup.ranks, owned, engine, master_updates)
+    delivery = Delivery(lifetime, engine)
+    if given.on_demand:
+        delivery = OnDemand(lifetime, engine, owned, master_updates, given.model, params)
     freed = FreedGradients(lifetime, engine, owned, HostAccumulation(engine, wanted=given.fp32_sums), advice)
     listener = engine_setup.listener
     listener.packed, listener.making_way = weakly(freed.packed), weakly(freed.making_way)
@@ -243,7 +247,6 @@ def assemble(
         verdicts,
         advice,
         fp32_sums=given.fp32_sums,
-        speculates=given.speculation != "never",
     )
     state = State(lifetime, engine, groups, owned, ranks, intake, step, master_updates)
     sleep = Sleep(lifetime, engine, owned, state)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from superoffload.distributed.session import RankSetup
 from superoffload.engine.bucket import Bucket, BucketState, Shard
 from superoffload.errors import warn
 
@@ -71,10 +70,10 @@ def _message(buckets: int) -> str:
     return (
         f"gradients changed between backward and step() in {STEPS_IN_A_ROW} steps in a row, so {undone} "
         "stepped during backward had to be undone and stepped again. The result is right, but nothing is hidden behind "
-        "backward. If you clip by hand (torch.nn.utils.clip_grad_norm_, GradScaler.unscale_): remove that and pass "
-        "max_grad_norm= to superoffload.AdamW; optimizer.grad_norm is then the norm before clipping. If a "
-        "DistributedDataParallel reduces gradients, pass it as model=. Make other changes in a hook "
-        "(parameter.register_hook), which runs earlier; where that is impossible, speculation='never' avoids the undo"
+        "backward. If you clip by hand (torch.nn.utils.clip_grad_norm_, GradScaler.unscale_), remove that: "
+        "superoffload.AdamW(max_grad_norm=) clips, and optimizer.grad_norm is then the norm before clipping. Make other "
+        "changes in a hook (parameter.register_hook), which runs earlier; where that is impossible, "
+        "speculation='never' avoids the undo"
     )
 
 
@@ -82,32 +81,12 @@ WITHOUT_GRADIENTS = 3  # steps before the first gradient
 SKIPPED = 20  # in a row: a loss scale of 65536 that is halved as often is below 0.1
 CLIPPED_BEFORE = 5  # in a row: the norm is the threshold itself, up to rounding
 
-
-LATE = 3  # steps
-
-
-class LateGradients:
-    """Tells once, on the first rank, that replicated parameters keep everything from being stepped during backward."""
-
-    def __init__(self, advice: Advice, *, speculates: bool) -> None:
-        self._advice = advice
-        self._steps_to_come = LATE if speculates else 0
-
-    def decided(self, ranks: RankSetup, early: Iterable[bool]) -> None:
-        """Counts a step. ``early``: for each parameter, whether its gradient is final in backward."""
-        if self._steps_to_come == 0:
-            return
-        if ranks.session is None or ranks.reduced or not ranks.first or any(early):
-            self._steps_to_come = 0
-            return
-        self._steps_to_come -= 1
-        if self._steps_to_come == 0:
-            self._advice.keep(
-                "gradients of parameters that every rank has in full are read at step(), so nothing is stepped during "
-                "backward. The result is right. DistributedDataParallel is followed during backward, unless it has "
-                "another communication hook, or accumulate_dtype='fp32' or keep_grads=False is given. Where your own "
-                "code reduces gradients, speculation='never' ends this warning"
-            )
+NOTHING_EARLY = (
+    "gradients of parameters that every rank has in full are read at step(), so nothing is stepped during backward. "
+    "The result is right. DistributedDataParallel is followed during backward, unless it has another communication "
+    "hook, or accumulate_dtype='fp32' or keep_grads=False is given. Where your own code reduces gradients, "
+    "speculation='never' ends this warning"
+)
 
 
 class IdleSteps:

@@ -345,21 +345,6 @@ class _BeforeState(_Hook):
 # ---- delivery -------------------------------------------------------------------------------------------------------
 
 
-class Delivery(Protocol):
-    """Gives parameters their new values."""
-
-    def apply(self, verdict: Verdict) -> None:
-        """Has the engine act on the verdict."""
-
-    def check_new(self, params: Any) -> None:
-        """Raises where new parameters could never be delivered."""
-
-    def check_reads(self) -> CheckReads:
-        """Returns a context in which reads and writes of undelivered parameters are errors."""
-
-    def remove_hooks(self) -> None: ...
-
-
 class Undelivered:
     """Knows which parameters must not be read yet; the thread that delivers them may."""
 
@@ -396,26 +381,30 @@ class Undelivered:
         return [(shard.name, shard.target()) for shard in self._engine.tail.landing_shards().values()]
 
 
-class Eager:
-    """Delivers all parameters by the end of ``step()``."""
+class Delivery:
+    """Gives parameters their new values by the end of ``step()``."""
 
     def __init__(self, lifetime: Lifetime, engine: Engine) -> None:
+        self._lifetime = lifetime
         self._engine = engine
         self._undelivered = Undelivered(lifetime, engine)
 
     def apply(self, verdict: Verdict) -> None:
+        """Has the engine act on the verdict."""
         with self._undelivered.delivering():
             self._engine.apply(verdict, later=False)
 
-    def check_new(self, params: Any) -> None: ...
+    def check_new(self, params: Any) -> None:
+        """Raises where new parameters could never be delivered."""
 
     def check_reads(self) -> CheckReads:
+        """Returns a context in which reads and writes of undelivered parameters are errors."""
         return CheckReads(self._undelivered.values)
 
     def remove_hooks(self) -> None: ...
 
 
-class OnDemand:
+class OnDemand(Delivery):
     """Delivers each parameter before its first use: the module's readers wait for it."""
 
     def __init__(
@@ -427,11 +416,9 @@ class OnDemand:
         module_of: Callable[[], nn.Module | None],
         given: Sequence[Tensor],
     ) -> None:
-        self._lifetime = lifetime
-        self._engine = engine
+        super().__init__(lifetime, engine)
         self._params = params
         self._master_updates = master_updates
-        self._undelivered = Undelivered(lifetime, engine)
         self._overtaken: dict[int, TrackedParam] = {}
         self._module_of = module_of  # returns None once the module is freed
         self._hooks: list[ModuleHooks] = []
@@ -471,9 +458,6 @@ class OnDemand:
             for stream in streams:
                 self._engine.link.read_on(stream)
             self._engine.tail.land(shards)
-
-    def check_reads(self) -> CheckReads:
-        return CheckReads(self._undelivered.values)
 
     # ---- the step ---------------------------------------------------------------------------------------------
 

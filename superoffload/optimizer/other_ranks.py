@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,31 +24,11 @@ if TYPE_CHECKING:
 # ---- the verdict ----------------------------------------------------------------------------------------------------
 
 
-class Ranks(Protocol):
-    """Shares one verdict between ranks. ``session`` None: this process decides alone.
+class Ranks:
+    """Shares one verdict between ranks. Here this process decides alone, and agrees with no other.
 
     Inside ``deciding()`` a rank takes stock, calls ``agree_on()`` with its settings, and decides.
     """
-
-    @property
-    def setup(self) -> RankSetup: ...
-    @property
-    def session(self) -> RankSession | None: ...
-    def announce(self) -> None: ...
-    def agree(self, what: str, error: Exception | None, left: str = ...) -> None: ...
-    def all_say(self, what: str, answer: bool) -> bool: ...
-    def loaded(self) -> None: ...
-    def look(self) -> None: ...
-    def leave(self) -> None: ...
-    def deciding(self) -> AbstractContextManager[None]: ...
-    def agree_on(self, settings: Mapping[str, Any], *, found_inf: bool) -> None: ...
-    def gather(self, what: str, spreads: Sequence[Spread]) -> None: ...
-    def gather_updates(self) -> None: ...
-    def conclude(self, verdict: Verdict) -> None: ...
-
-
-class NoOtherRanks:
-    """Decides alone and agrees with no rank."""
 
     session: RankSession | None = None
 
@@ -59,44 +39,32 @@ class NoOtherRanks:
     def announce(self) -> None:
         self._params.take_fresh()
 
-    def agree(self, what: str, error: Exception | None, left: str = "") -> None: ...
-
     def all_say(self, what: str, answer: bool) -> bool:
         return answer
-
-    def loaded(self) -> None: ...
-
-    def look(self) -> None: ...
-
-    def leave(self) -> None: ...
 
     def deciding(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def agree(self, what: str, error: Exception | None, left: str = "") -> None: ...
+    def loaded(self) -> None: ...
+    def look(self) -> None: ...
+    def leave(self) -> None: ...
     def agree_on(self, settings: Mapping[str, Any], *, found_inf: bool) -> None: ...
-
     def gather(self, what: str, spreads: Sequence[Spread]) -> None: ...
-
     def gather_updates(self) -> None: ...
-
     def conclude(self, verdict: Verdict) -> None: ...
 
 
-class OtherRanks:
+class OtherRanks(Ranks):
     """Decides with the ranks of a session, which compare their steps."""
 
-    def __init__(
-        self,
-        session: RankSession,
-        setup: RankSetup,
-        engine: Engine,
-        params: Params,
-        master_updates: MasterUpdates,
-    ) -> None:
-        self.session = session
-        self.setup = setup
+    session: RankSession
+
+    def __init__(self, setup: RankSetup, params: Params, engine: Engine, master_updates: MasterUpdates) -> None:
+        super().__init__(setup, params)
+        assert setup.session is not None
+        self.session = setup.session
         self._engine = engine
-        self._params = params
         self._master_updates = master_updates
         self._look_is_due = False
         self._is_known = False  # to the other ranks
@@ -182,10 +150,3 @@ class OtherRanks:
             self._engine.tail.settle(held.shard)
         self._master_updates.follow_all(find_edits(self._params[held.param] for held in seen))
         self.session.look()
-
-
-def other_ranks(setup: RankSetup, engine: Engine, params: Params, master_updates: MasterUpdates) -> Ranks:
-    """Chooses whether this process decides alone or with the ranks of a session."""
-    if setup.session is None:
-        return NoOtherRanks(setup, params)
-    return OtherRanks(setup.session, setup, engine, params, master_updates)

@@ -8,7 +8,7 @@ from superoffload.engine.engine import Engine
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import HostMemoryError, RankError, WorkerError
 from superoffload.host.tensors import untraced
-from superoffload.optimizer.advice import Advice, IdleSteps, LateGradients
+from superoffload.optimizer.advice import Advice, IdleSteps
 from superoffload.optimizer.delivery import Delivery
 from superoffload.optimizer.edits import Edits
 from superoffload.optimizer.frameworks import Reductions
@@ -40,7 +40,6 @@ class Step:
         advice: Advice,
         *,
         fp32_sums: bool,
-        speculates: bool,
     ) -> None:
         self._engine = engine
         self._groups = groups
@@ -53,7 +52,6 @@ class Step:
         self._master_updates = master_updates
         self._verdicts = verdicts
         self._idle = IdleSteps(advice)
-        self._late = LateGradients(advice, speculates=speculates)
         self._advice = advice
         self._said_of_held = False
         self._fp32_sums = fp32_sums
@@ -77,7 +75,6 @@ class Step:
             return
         norm, threshold = verdict.grad_norm, self._verdicts.max_grad_norm
         self._idle.decided(skipped=verdict.found_inf, norm=norm, max_grad_norm=threshold)
-        self._late.decided(self._ranks.setup, (tracked.early for tracked in self._params))
         self._verdicts.decided(verdict)
         failure: WorkerError | HostMemoryError | None = None
         try:
