@@ -125,7 +125,10 @@ class Timeline(Recorder):
         self._pending.append(_Work(DOWN, "pack", bucket, began, _native.now_seconds(), arrival))
 
     def submitted(self, work: _native.BucketWork, verb: str, completion: _native.Completion) -> None:
-        self._pending.append(_Work(PROCESSORS, verb, self._bucket_of(work), completion=completion))
+        bucket = self._bucket_of(work)
+        waited = bucket.waits if bucket is not None and verb in ("step", "publish") else None
+        arguments = {} if waited is None else {"waited": waited}
+        self._pending.append(_Work(PROCESSORS, verb, bucket, completion=completion, arguments=arguments))
 
     def delivered(self, bucket: Bucket, began: float, completion: _native.Completion | None) -> None:
         """Records a delivery. ``completion``: that of a copy that still runs, with its own times."""

@@ -329,27 +329,22 @@ _COLUMNS = ("published parameter", "state (master, exp_avg, exp_avg_sq)", "step 
 _NOT_ROUNDED, _GRADIENT, _WIDTH = 3, 4, 5
 
 
+@dataclass(eq=False, repr=False)
 class FullCheck:
     """Compares the ranks' parameters, which ``roster`` lists.
 
     ``gradient_of`` gives the gradient of a parameter that can be compared, or None. ``run`` is collective.
     """
 
-    def __init__(
-        self,
-        group: RankGroup,
-        held: Sequence[Held],
-        gathered: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None,
-        roster: Roster,
-        gradient_of: GradientOf,
-    ) -> None:
-        self._group = group
-        self._called = group.hosts.rank
-        self._held = held
-        self._gathered = gathered
-        self._roster = roster
-        self._mine = roster.of(group.rank)
-        self._gradient_of = gradient_of
+    _group: RankGroup
+    _held: Sequence[Held]
+    _gathered: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None
+    _roster: Roster
+    _gradient_of: GradientOf
+
+    def __post_init__(self) -> None:
+        self._called = self._group.hosts.rank
+        self._mine = self._roster.of(self._group.rank)
 
     @torch.no_grad()
     def run(self, where: str, outcome: tuple[int, int, float]) -> str | None:

@@ -249,6 +249,7 @@ class Bucket:
         self.pieces = list(pieces)
         self.indices = frozenset(piece.shard.index for piece in pieces)  # of its shards
         self.number = 0  # its place in the order of backward
+        self.waits: str | None = None  # why it was not stepped during backward
         self.waits_for_all = False  # a gradient came after backward had seemed to pass it
         self.group = first.group
         self.resident = first.resident
@@ -348,21 +349,24 @@ class Bucket:
 
     def speculate(
         self, hyper_of: Callable[[int], GroupHyper], factor: float, submit: Submit, protect: Protect | None
-    ) -> bool:
-        """Worker threads step it with a journal. False: they do not, there is no room for one, or it is held."""
+    ) -> str | None:
+        """Has worker threads step it with a journal, and returns None; else why they cannot."""
         width = self.journal_width.choose(self.work, self.next_step())
-        if width is None or self.held is not None:
-            return False
+        if self.held is not None:
+            return f"the program holds state of {self.held}"
+        if width is None:
+            return "its journal has no room or overflowed lately"
         if protect is not None:
             protect([piece.shard for piece in self.pieces])
         self.freeze(hyper_of(self.group), factor)
         self.run(_native.Operation.step_journaled, submit, width)
         self.move(BucketState.SPECULATED)
-        return True
+        return None
 
     def mark_withdrawn(self) -> None:
         """Notes that the operation never ran; the gradient may still be on its way."""
         self.running, self.doing = self.arrival, None
+        self.waits = "no worker thread had begun it by the verdict, or when a clip was certain"
 
     def freeze(self, hyper: GroupHyper, factor: float) -> None:
         """Fixes the scalars that the bucket is stepped with and that an undo needs."""

@@ -70,7 +70,7 @@ class Engine:
             schedule,
             self.snapshots,
             stats,
-            two_phase=options.two_phase,
+            options.two_phase,
         )
         self._incomplete: set[Bucket] = set()  # packed although gradients are missing: backward has passed them
         self._shared = False  # other ranks act on the same verdict in this step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import InitVar, dataclass
 from functools import cache
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from superoffload.errors import SuperOffloadError, WorkerError
 from superoffload.links.base import Link, PackTicket
 
 
+@dataclass(eq=False, repr=False)
 class Executor:
     """Owns the worker threads, the hyper-parameters of this step, and the first failure until it is raised.
 
@@ -23,21 +25,16 @@ class Executor:
     by its number, read and checked once, until ``forget_hypers()``.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        pool: Pool,
-        schedule: Schedule,
-        hyper_of: Callable[[int], GroupHyper],
-        clock: Callable[[], float],
-    ) -> None:
-        self.pool = pool
-        self.stopwatch = Stopwatch(clock)
+    _link: Link
+    pool: Pool
+    _schedule: Schedule
+    hyper_of: InitVar[Callable[[int], GroupHyper]]
+    _clock: Callable[[], float]
+
+    def __post_init__(self, hyper_of: Callable[[int], GroupHyper]) -> None:
+        self.stopwatch = Stopwatch(self._clock)
         self.hyper = cache(hyper_of)
         self.exposed_seconds = 0.0  # of the training thread, since construction
-        self._link = link
-        self._schedule = schedule
-        self._clock = clock
         self.failure: SuperOffloadError | None = None  # the first one that was not raised yet
 
     # ---- hyper-parameters -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -147,15 +148,15 @@ class Inbox:
         return order
 
 
+@dataclass(eq=False, repr=False)
 class Packer:
     """Packs the gradients of buckets and reads their packed gradients."""
 
-    def __init__(self, link: Link, layout: Layout, inbox: Inbox, executor: Executor, listener: Listener) -> None:
-        self._link = link
-        self._layout = layout
-        self._inbox = inbox
-        self._executor = executor
-        self._listener = listener
+    _link: Link
+    _layout: Layout
+    _inbox: Inbox
+    _executor: Executor
+    _listener: Listener
 
     def pack(self, bucket: Bucket) -> None:
         """Has the link pack the gradients of ``bucket`` that have arrived."""

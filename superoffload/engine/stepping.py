@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,31 +20,25 @@ from superoffload.errors import DeviceError, TornStep
 from superoffload.links.base import Link
 
 Operation = _native.Operation
+_CHOSEN = "speculation='{}' chose to wait"
 
 
+@dataclass(eq=False, repr=False)
 class Speculator:
     """Speculates packed buckets, each with a journal, and undoes them."""
 
-    def __init__(
-        self,
-        link: Link,
-        layout: Layout,
-        inbox: Inbox,
-        executor: Executor,
-        schedule: Schedule,
-        snapshots: Snapshots,
-        stats: Stats,
-    ) -> None:
-        self.norm = PartialNorm(inbox.unfinished)
+    _link: Link
+    _layout: Layout
+    _inbox: Inbox
+    _executor: Executor
+    _schedule: Schedule
+    _snapshots: Snapshots
+    _stats: Stats
+
+    def __post_init__(self) -> None:
+        self.norm = PartialNorm(self._inbox.unfinished)
         self.speculated = 0  # buckets, since construction
         self.held: str | None = None  # a shard whose state a program holds, so that its bucket was not speculated
-        self._link = link
-        self._layout = layout
-        self._inbox = inbox
-        self._executor = executor
-        self._schedule = schedule
-        self._snapshots = snapshots
-        self._stats = stats
         self._speculating = True  # no early stop in this step so far
         self._proves_clip = math.inf
         self._unscale = 1.0
@@ -65,6 +60,9 @@ class Speculator:
         self.norm.expect(bucket)
         if in_backward:
             self.consider(bucket)
+        else:
+            never = self._schedule.mode == "never"
+            bucket.waits = _CHOSEN.format("never") if never else "its last gradient came in step()"
 
     def count_anew(self, buckets: Iterable[Bucket]) -> None:
         """What is packed of these has changed: their squares count anew."""
@@ -74,36 +72,36 @@ class Speculator:
                 self.norm.expect(bucket)
 
     def consider(self, bucket: Bucket) -> None:
-        """Speculates a packed bucket where that is worthwhile and no more is expected to be added to it."""
-        if self._inbox.unfinished.isdisjoint(bucket.indices) and self._is_worthwhile():
-            self._speculate(bucket)
-
-    def _is_worthwhile(self) -> bool:
-        if self._speculating:
-            # Early stop: a non-finite gradient, or the part of the norm that is known already proves a clip.
-            self._speculating = self.norm.look() < self._proves_clip
-            if not self._speculating:
-                self.withdraw()
-        if not self._speculating:
-            return False
-        inbox = self._inbox
-        numel = inbox.numel_whole() if inbox.unfinished else inbox.numel_packed
-        return self._schedule.should_speculate(numel / self._layout.numel)
-
-    def _speculate(self, bucket: Bucket) -> None:
-        """Steps it with a journal, unless it is resident, a program holds its state, or the journal has no room or
-        overflowed lately."""
-        if bucket.resident:  # stepped on the accelerator, after the verdict
-            return
-        executor, snapshots = self._executor, self._snapshots
-        protect = snapshots.protect if snapshots.open else None
-        if not bucket.speculate(executor.hyper, self._unscale, executor.pool.submit, protect):
+        """Steps a packed bucket with a journal, unless there is a reason to wait for the verdict, which it notes."""
+        bucket.waits = self._reason_to_wait(bucket)
+        if bucket.waits is not None:
             self.held = bucket.held or self.held
             return
         if self._link.asynchronous:
             assert bucket.running is not None
             self._link.stage(bucket, bucket.running)
         self.speculated += 1
+
+    def _reason_to_wait(self, bucket: Bucket) -> str | None:
+        """Returns why ``bucket`` waits; None if worker threads step it now."""
+        inbox = self._inbox
+        if not inbox.unfinished.isdisjoint(bucket.indices):
+            return "more gradients of it are expected"
+        if self._speculating:
+            # Early stop: a non-finite gradient, or the part of the norm that is known already proves a clip.
+            self._speculating = self.norm.look() < self._proves_clip
+            if not self._speculating:
+                self.withdraw()
+        if not self._speculating:
+            return "the gradients so far prove that the step will be clipped or skipped"
+        numel = inbox.numel_whole() if inbox.unfinished else inbox.numel_packed
+        if not self._schedule.should_speculate(numel / self._layout.numel):
+            return _CHOSEN.format(self._schedule.mode)
+        if bucket.resident:
+            return "its state is on the accelerator"
+        executor, snapshots = self._executor, self._snapshots
+        protect = snapshots.protect if snapshots.open else None
+        return bucket.speculate(executor.hyper, self._unscale, executor.pool.submit, protect)
 
     # ---- taking back ------------------------------------------------------------------------------------------
 
@@ -227,29 +225,20 @@ def _squares_of(bucket: Bucket) -> float:
     return sum(_native.fold_sums([piece.sums for piece, present in here if present]))
 
 
+@dataclass(eq=False, repr=False)
 class Finisher:
     """Gives buckets their fate, with the factor that multiplies every gradient element."""
 
-    def __init__(
-        self,
-        link: Link,
-        layout: Layout,
-        speculator: Speculator,
-        executor: Executor,
-        schedule: Schedule,
-        snapshots: Snapshots,
-        stats: Stats,
-        *,
-        two_phase: bool,
-    ) -> None:
-        self._link = link
-        self._layout = layout
-        self._speculator = speculator
-        self._executor = executor
-        self._schedule = schedule
-        self._snapshots = snapshots
-        self._stats = stats
-        self._may_settle_later = two_phase
+    _link: Link
+    _layout: Layout
+    _speculator: Speculator
+    _executor: Executor
+    _schedule: Schedule
+    _snapshots: Snapshots
+    _stats: Stats
+    _may_settle_later: bool
+
+    def __post_init__(self) -> None:
         self._in_two_phases: set[Bucket] = set()  # chosen for this step
 
     def choose_two_phases(self, moving: Sequence[Bucket], *, on_demand: bool) -> None:

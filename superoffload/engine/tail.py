@@ -10,6 +10,7 @@ that gradient.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from superoffload import _native
 from superoffload.engine.bucket import Bucket, BucketState, Shard
@@ -21,18 +22,18 @@ from superoffload.errors import DeviceError, SuperOffloadError, WorkerError
 from superoffload.links.base import Link
 
 
+@dataclass(eq=False, repr=False)
 class Tail:
     """Owns the deliveries and settles that the last step left, and waits for them."""
 
-    def __init__(
-        self, link: Link, layout: Layout, executor: Executor, schedule: Schedule, listener: Listener, recorder: Recorder
-    ) -> None:
-        self._link = link
-        self._layout = layout
-        self._executor = executor
-        self._schedule = schedule
-        self._listener = listener
-        self._recorder = recorder
+    _link: Link
+    _layout: Layout
+    _executor: Executor
+    _schedule: Schedule
+    _listener: Listener
+    _recorder: Recorder
+
+    def __post_init__(self) -> None:
         self.undelivered: dict[Bucket, None] = {}  # in forward order
         self._copies: dict[Bucket, _native.Completion] = {}  # deliveries under way
         self.unsettled: dict[Bucket, _native.Completion] = {}  # in backward order

@@ -39,25 +39,20 @@ from superoffload.optimizer.verdict_terms import VerdictTerms
 _NO_STATE: Mapping[Tensor, TrackedParam] = MappingProxyType({})
 
 
+@dataclass(eq=False, repr=False)
 class PermanentParts:
     """Holds the parts that stay when other parameters replace those that an optimizer was made for."""
 
-    def __init__(
-        self,
-        lifetime: Lifetime,
-        groups: ParamGroups,
-        verdicts: VerdictTerms,
-        given: ConstructorArguments,
-        recorder: Recorder,
-    ) -> None:
-        self.lifetime = lifetime
-        self.groups = groups
-        self.verdicts = verdicts
-        self.given = given
-        self.recorder = recorder
-        self.accumulation = Accumulation(fp32=given.fp32_sums)
+    lifetime: Lifetime
+    groups: ParamGroups
+    verdicts: VerdictTerms
+    given: ConstructorArguments
+    recorder: Recorder
+
+    def __post_init__(self) -> None:
+        self.accumulation = Accumulation(fp32=self.given.fp32_sums)
         self.reductions = Reductions()
-        self.views = ShownStates(lifetime.work)
+        self.views = ShownStates(self.lifetime.work)
         self.earlier: dict[str, float | int] = {}  # totals of engines before the last change of groups
         self.has_looked = False  # for a model that reduces gradients
 
@@ -246,7 +241,7 @@ def assemble(
         master_updates,
         verdicts,
         advice,
-        fp32_sums=given.fp32_sums,
+        given.fp32_sums,
     )
     state = State(lifetime, engine, groups, owned, ranks, intake, step, master_updates)
     sleep = Sleep(lifetime, engine, owned, state)

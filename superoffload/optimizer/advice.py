@@ -71,8 +71,8 @@ def _message(buckets: int) -> str:
         f"gradients changed between backward and step() in {STEPS_IN_A_ROW} steps in a row, so {undone} "
         "stepped during backward had to be undone and stepped again. The result is right, but nothing is hidden behind "
         "backward. If you clip by hand (torch.nn.utils.clip_grad_norm_, GradScaler.unscale_), remove that: "
-        "superoffload.AdamW(max_grad_norm=) clips, and optimizer.grad_norm is then the norm before clipping. Make other "
-        "changes in a hook (parameter.register_hook), which runs earlier; where that is impossible, "
+        "superoffload.AdamW(max_grad_norm=) clips, and optimizer.grad_norm is then the norm before clipping. Make "
+        "other changes in a hook (parameter.register_hook), which runs earlier; where that is impossible, "
         "speculation='never' avoids the undo"
     )
 

@@ -5,6 +5,7 @@ A parameter that was written before its gradient arrived is found earlier, in in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from superoffload.engine.engine import Engine
 from superoffload.errors import DeviceError
@@ -19,25 +20,19 @@ from superoffload.optimizer.placeholder import packed_in
 from superoffload.optimizer.tracked_param import FoundEdits, TrackedParam, find_edits, unedited, unwritten
 
 
+@dataclass(eq=False, repr=False)
 class Edits:
     """Has the engine use the gradients and parameters that the user has at ``step()``."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        params: Params,
-        intake: Intake,
-        master_updates: MasterUpdates,
-        accumulation: Accumulation,
-        advice: Advice,
-    ) -> None:
-        self._engine = engine
-        self._params = params
-        self._intake = intake
-        self._master_updates = master_updates
-        self._accumulation = accumulation
-        self._advice = advice
-        self._edited = EditAdvice(advice)
+    _engine: Engine
+    _params: Params
+    _intake: Intake
+    _master_updates: MasterUpdates
+    _accumulation: Accumulation
+    _advice: Advice
+
+    def __post_init__(self) -> None:
+        self._edited = EditAdvice(self._advice)
 
     def begin(self) -> None:
         """Notes which buckets were speculated, before the first gradient is retracted."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -17,17 +19,17 @@ from superoffload.optimizer.placeholder import GradientPlaceholder, gradient_is_
 from superoffload.optimizer.tracked_param import TrackedParam
 
 
+@dataclass(eq=False, repr=False)
 class FreedGradients:
     """Puts a placeholder in the place of a packed gradient, and brings the gradient back when it is needed."""
 
-    def __init__(
-        self, lifetime: Lifetime, engine: Engine, params: Params, host_accumulation: HostAccumulation, advice: Advice
-    ) -> None:
-        self._lifetime = lifetime
-        self._engine = engine
-        self._params = params
-        self.host_accumulation = host_accumulation
-        self._advice = advice
+    _lifetime: Lifetime
+    _engine: Engine
+    _params: Params
+    host_accumulation: HostAccumulation
+    _advice: Advice
+
+    def __post_init__(self) -> None:
         self._said = False
         self._fetch, self._offer = weakly(self._bring_back), weakly(self._take_addend)
 

@@ -9,6 +9,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from weakref import ref
 
 import torch
@@ -42,31 +43,23 @@ from superoffload.optimizer.tracked_param import TrackedParam, ready_gradients
 from superoffload.optimizer.verdict_terms import VerdictTerms
 
 
+@dataclass(eq=False, repr=False)
 class Intake:
     """Hands each gradient to the engine in a hook of the last backward before ``step()``, or in ``step()``."""
 
-    def __init__(
-        self,
-        lifetime: Lifetime,
-        engine: Engine,
-        params: Params,
-        accumulation: Accumulation,
-        freed: FreedGradients,
-        master_updates: MasterUpdates,
-        ranks: Ranks,
-        verdicts: VerdictTerms,
-    ) -> None:
-        self._lifetime = lifetime
-        self._engine = engine
-        self._params = params
-        self._accumulation = accumulation
-        self._host_accumulation = freed.host_accumulation
-        self._freed = freed
-        self._master_updates = master_updates
-        self._ranks = ranks
-        self._verdicts = verdicts
-        self._in_streams = engine.link.in_streams
-        self._in_place = engine.link.in_place  # gradients stay where they are until step() takes them
+    _lifetime: Lifetime
+    _engine: Engine
+    _params: Params
+    _accumulation: Accumulation
+    _freed: FreedGradients
+    _master_updates: MasterUpdates
+    _ranks: Ranks
+    _verdicts: VerdictTerms
+
+    def __post_init__(self) -> None:
+        self._host_accumulation = self._freed.host_accumulation
+        self._in_streams = self._engine.link.in_streams
+        self._in_place = self._engine.link.in_place  # gradients stay where they are until step() takes them
         self._hooks: dict[TrackedParam, RemovableHandle] = {}  # not of frozen parameters
         self._unhooked: list[TrackedParam] = []  # frozen ones, and those that are reduced over ranks later
         # The bucket of each shard that lies in one alone, by the shard's index. Empty, gradients go one by one: until

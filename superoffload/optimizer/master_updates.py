@@ -8,6 +8,7 @@ first find leads to a warning.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from superoffload.engine.engine import Engine
 from superoffload.optimizer.advice import Advice
@@ -17,12 +18,14 @@ FIRST_STEPS = 3
 EVERY = 16
 
 
+@dataclass(eq=False, repr=False)
 class MasterUpdates:
     """Has masters follow parameters that were written, and chooses the steps that compare bits on a device."""
 
-    def __init__(self, engine: Engine, advice: Advice) -> None:
-        self._engine = engine
-        self._advice = advice
+    _engine: Engine
+    _advice: Advice
+
+    def __post_init__(self) -> None:
         self._steps = 0
         self._found = False
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -53,28 +54,18 @@ def agreed(ranks: Ranks, what: str, read: Callable[[], _Read]) -> _Read:
     return found
 
 
+@dataclass(eq=False, repr=False)
 class State:
     """Reads and loads masters and moments for users and checkpoints."""
 
-    def __init__(
-        self,
-        lifetime: Lifetime,
-        engine: Engine,
-        groups: ParamGroups,
-        params: Params,
-        ranks: Ranks,
-        intake: Intake,
-        step: Step,
-        master_updates: MasterUpdates,
-    ) -> None:
-        self._lifetime = lifetime
-        self._engine = engine
-        self._groups = groups
-        self._params = params
-        self._ranks = ranks
-        self._intake = intake
-        self._step = step
-        self._master_updates = master_updates
+    _lifetime: Lifetime
+    _engine: Engine
+    _groups: ParamGroups
+    _params: Params
+    _ranks: Ranks
+    _intake: Intake
+    _step: Step
+    _master_updates: MasterUpdates
 
     # ---- as of the last finished step -------------------------------------------------------------------------
 
@@ -223,15 +214,15 @@ class State:
         return part_of(param, self._params.holding_of(param), value)
 
 
+@dataclass(eq=False, repr=False)
 class Sleep:
     """Between generation and training the engine gives back all memory but masters and moments, and takes it again.
     Both need no other rank."""
 
-    def __init__(self, lifetime: Lifetime, engine: Engine, params: Params, state: State) -> None:
-        self._lifetime = lifetime
-        self._engine = engine
-        self._params = params
-        self._state = state
+    _lifetime: Lifetime
+    _engine: Engine
+    _params: Params
+    _state: State
 
     @untraced
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from superoffload.engine.engine import Engine
@@ -22,39 +23,26 @@ from superoffload.optimizer.tracked_param import TrackedParam, end_all, end_step
 from superoffload.optimizer.verdict_terms import LossScale, VerdictTerms
 
 
+@dataclass(eq=False, repr=False)
 class Step:
     """Ends steps by a verdict, or with nothing changed."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        groups: ParamGroups,
-        params: Params,
-        ranks: Ranks,
-        intake: Intake,
-        edits: Edits,
-        delivery: Delivery,
-        reductions: Reductions,
-        master_updates: MasterUpdates,
-        verdicts: VerdictTerms,
-        advice: Advice,
-        *,
-        fp32_sums: bool,
-    ) -> None:
-        self._engine = engine
-        self._groups = groups
-        self._params = params
-        self._ranks = ranks
-        self._intake = intake
-        self._edits = edits
-        self._delivery = delivery
-        self._reductions = reductions
-        self._master_updates = master_updates
-        self._verdicts = verdicts
-        self._idle = IdleSteps(advice)
-        self._advice = advice
+    _engine: Engine
+    _groups: ParamGroups
+    _params: Params
+    _ranks: Ranks
+    _intake: Intake
+    _edits: Edits
+    _delivery: Delivery
+    _reductions: Reductions
+    _master_updates: MasterUpdates
+    _verdicts: VerdictTerms
+    _advice: Advice
+    _fp32_sums: bool
+
+    def __post_init__(self) -> None:
+        self._idle = IdleSteps(self._advice)
         self._said_of_held = False
-        self._fp32_sums = fp32_sums
 
     @untraced
     def run(self, scale: LossScale) -> None:

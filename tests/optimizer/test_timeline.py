@@ -95,6 +95,31 @@ def test_every_lane_and_fate(tmp_path: Path) -> None:
             assert end <= begin + 0.002  # microseconds are rounded
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"speculation": "never"}, "speculation='never' chose to wait"),
+        ({"max_grad_norm": 1e-3}, "the gradients so far prove that the step will be clipped or skipped"),
+        ({"bucket_numel": 4096}, "its last gradient came in step()"),
+        ({"threads": 1}, "the program holds state of param_groups[0]['params'][1]"),
+    ],
+)
+def test_why_a_bucket_was_stepped_after_the_verdict(options: dict[str, Any], why: str, tmp_path: Path) -> None:
+    params, optimizer = make(tmp_path / "t.json", **options)
+    kept = optimizer.state[params[1]]["exp_avg"] if "threads" in options else None
+    if "bucket_numel" in options:  # two parameters in a bucket, of which one has no hook that tells of its gradient
+        params[1].grad = torch.ones(2048)
+        (params[0].sum() + params[2].sum() + params[3].sum()).backward()
+    else:
+        backward(params)
+    optimizer.step()
+    optimizer.close()
+    events = in_lane(steps_of(tmp_path / "t.json")[1], PROCESSORS)
+    assert kept is None or kept.any()
+    assert why in {event["args"].get("waited") for event in events if event["name"].split()[2] == "step:"}
+    assert not any("waited" in event["args"] for event in events if event["name"].split()[2] == "speculate:")
+
+
 def test_trace_of_a_killed_program_can_be_read(tmp_path: Path) -> None:
     """Here of one step with a second backward, which undoes the first."""
     params, optimizer = make(tmp_path / "t.json")

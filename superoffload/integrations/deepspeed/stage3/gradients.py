@@ -39,41 +39,22 @@ class Failures:
         return first
 
 
-class Ranks(Protocol):
-    """Agrees on a step, and compares its results."""
-
-    def begin(self) -> None: ...
-    def exchange(self, window: Window) -> Sequence[float]: ...
-    def fail(self) -> None: ...
-    def ended(self, *, applied: bool, factor: float) -> None: ...
-    def look(self) -> None: ...
-    def forget_look(self) -> None: ...
-    def check(self, *, later: bool) -> None: ...
-    def loaded(self, steps: int) -> None: ...
-
-
-class OneRank:
-    """Decides alone; there is nothing to agree on."""
-
-    def begin(self) -> None: ...
+class Ranks:
+    """Agrees on a step, and compares its results. Here this rank decides alone: there is nothing to agree on."""
 
     def exchange(self, window: Window) -> Sequence[float]:
         return list(window.sums.values())
 
+    def begin(self) -> None: ...
     def fail(self) -> None: ...
-
     def ended(self, *, applied: bool, factor: float) -> None: ...
-
     def look(self) -> None: ...
-
     def forget_look(self) -> None: ...
-
     def check(self, *, later: bool) -> None: ...
-
     def loaded(self, steps: int) -> None: ...
 
 
-class Agreement:
+class Agreement(Ranks):
     """Steps together with the other ranks of a session; ranks that diverge are found.
 
     It differs from superoffload/optimizer/other_ranks.py in two ways: DeepSpeed finds the norm for all ranks outside
@@ -131,7 +112,7 @@ class Agreement:
 
 def agreement(session: RankSession | None, driver: PartitionDriver, settings: Callable[[], dict[str, Any]]) -> Ranks:
     """Chooses who decides: this rank alone, or the ranks of a session."""
-    return OneRank() if session is None else Agreement(session, driver, settings)
+    return Ranks() if session is None else Agreement(session, driver, settings)
 
 
 # ---- gradients go on to speculation once their copies into the flat buffer have ended -------------------------------

@@ -330,22 +330,15 @@ def _take(state: SubGroupState, entry: Mapping[str, Any], placeholders: Mapping[
 # ---- read and written by checkpoints and by DeepSpeed's functions ---------------------------------------------------
 
 
+@dataclass(eq=False, repr=False)
 class SavedState:
     """Shows readers the state of the last finished step, and takes what they load."""
 
-    def __init__(
-        self,
-        driver: PartitionDriver,
-        inner: InnerOptimizer,
-        states: Sequence[SubGroupState],
-        ranks: Ranks,
-        gradients: Gradients,
-    ) -> None:
-        self._driver = driver
-        self._inner = inner
-        self._states = states
-        self._ranks = ranks
-        self._gradients = gradients
+    _driver: PartitionDriver
+    _inner: InnerOptimizer
+    _states: Sequence[SubGroupState]
+    _ranks: Ranks
+    _gradients: Gradients
 
     def synchronize(self) -> None:
         """Returns once nothing runs: parameters, masters and moments are those of the last finished step."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -101,17 +102,17 @@ def _fold(sums: Sequence[float]) -> float:
 # ---- the end of a window --------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False, repr=False)
 class WindowEnd:
     """Closes a window on all ranks, or abandons it on all of them."""
 
-    def __init__(
-        self, stock: StockStage3, driver: PartitionDriver, ranks: Ranks, failures: Failures, formulas: Formulas
-    ) -> None:
-        self._stock = stock
-        self._driver = driver
-        self._ranks = ranks
-        self._failures = failures
-        self._formulas = formulas
+    _stock: StockStage3
+    _driver: PartitionDriver
+    _ranks: Ranks
+    _failures: Failures
+    _formulas: Formulas
+
+    def __post_init__(self) -> None:
         self._weights_are_checked = False
 
     def close(self) -> tuple[Window, Tensor]:
