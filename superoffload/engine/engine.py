@@ -288,7 +288,7 @@ class Engine:
             sums = dict(zip([shard.index for shard in arrived], sums_of_squares(arrived), strict=True))
         computed = self.executor.stopwatch.computed(deciding, held_up)
         if computed is not None:
-            self.schedule.computed(*computed)
+            self.schedule.times.computed(*computed)
         if exchange is None:
             return decide(sums.values(), unscale=unscale, max_grad_norm=max_grad_norm)
         with self.executor.caller_at_work():

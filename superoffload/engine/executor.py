@@ -79,7 +79,7 @@ class Executor:
             self.fail(WorkerError(str(error)))
             return False
         if doing is not None and running.began > 0:
-            self._schedule.worked(doing, bucket.numel, running.ended - running.began)
+            self._schedule.times.worked(doing, bucket.numel, running.ended - running.began)
         bucket.running = bucket.doing = None
         return True
 

@@ -51,6 +51,7 @@ class Schedule:
         self.mode = mode
         self.times = MeasuredTimes()
         self._predictor = SpoilPredictor()
+        self._spoiled = False  # the last verdict clipped or skipped
         self._decided: float | None = None  # the share of this step, in order of arrival, to speculate
         self._stopped_at = 1.0  # recent average: share of the elements speculated when a clip was proven
         self._published = {False: 0.0, True: 0.0}  # the last choice, by whether the step was speculated
@@ -87,7 +88,7 @@ class Schedule:
         parts = max(1, round(self._parts * situation.waiting / situation.numel))
         share = 1.0 - parts / self._parts
         self._decided = self._share_to_speculate()  # for the next step
-        likely = Kind(self._likely_share(), self._published[self._decided > 0], clips=self.chance > 0.5)
+        likely = Kind(self._likely_share(), self._published[self._decided > 0], clips=self._predictor.chance > 0.5)
 
         def seconds(part: int) -> float:
             return self._period_after(Kind(share, part / parts, spoils), likely)
@@ -111,32 +112,17 @@ class Schedule:
         if self._spoiled and share > 0:
             self._stopped_at = _STOP_MEMORY * self._stopped_at + (1 - _STOP_MEMORY) * share
 
-    def worked(self, operation: Operation, numel: int, seconds: float) -> None:
-        """Learns how long an operation on a bucket took the worker threads."""
-        self.times.worked(operation, numel, seconds)
-
-    def computed(self, forward: float, backward: float) -> None:
-        """Learns how long the model computed between the last step and this verdict."""
-        self.times.computed(forward, backward)
-
     # ---- choosing ---------------------------------------------------------------------------------------------
-
-    _spoiled = False
-
-    @property
-    def chance(self) -> float:
-        """Returns the probability that the next verdict clips or skips."""
-        return self._predictor.chance
 
     def _share_to_speculate(self) -> float:
         """Chooses all, nothing, or all but the last bucket, which starts at the verdict and may delay forward."""
         if not (self._situation.apart and self.times.known):
-            return float(self.chance * _REPLAY_COST < 1.0)
+            return float(self._predictor.chance * _REPLAY_COST < 1.0)
         shares = (1.0, 1.0 - 1.0 / self._parts, 0.0)
 
         def expected(share: float) -> float:
             good = self._best(share, clips=False)
-            return good + self.chance * (self._best(min(share, self._stopped_at), clips=True) - good)
+            return good + self._predictor.chance * (self._best(min(share, self._stopped_at), clips=True) - good)
 
         return min(shares, key=expected)
 
@@ -151,7 +137,7 @@ class Schedule:
 
     def _likely_share(self) -> float:
         assert self._decided is not None
-        return min(self._decided, self._stopped_at) if self.chance > 0.5 else self._decided
+        return min(self._decided, self._stopped_at) if self._predictor.chance > 0.5 else self._decided
 
     def _period_after(self, this: Kind, likely: Kind) -> float:
         times = self._step_times()
@@ -260,11 +246,13 @@ class MeasuredTimes:
         self._step = 0
 
     def worked(self, operation: Operation, numel: int, seconds: float) -> None:
+        """Notes how long an operation on a bucket took the worker threads."""
         if operation in BYTES and numel > 0 and self._computed:
             self._worked.setdefault(operation, deque(maxlen=_SAMPLES)).append(seconds / numel)
             self._seen[operation] = self._step
 
     def computed(self, forward: float, backward: float) -> None:
+        """Notes how long the model computed between the last step and this verdict."""
         self._computed.append((forward, backward))
         self._step += 1
 
@@ -336,85 +324,51 @@ class Kind:
     clips: bool
 
 
-@dataclass
-class _Progress:
-    now: float  # of the training thread
-    processors: float  # when they become free
-    settled: list[float]  # when each part, in backward order, can take its next gradient
-
-    def compute(self, seconds: float) -> None:
-        """Has the training thread compute for ``seconds``."""
-        self.now += seconds
-
-    def wait_for(self, moment: float) -> None:
-        """Has the training thread wait until ``moment``, unless that is past."""
-        self.now = max(self.now, moment)
-
-    def work(self, seconds: float) -> None:
-        """Has the processors work for ``seconds`` more."""
-        self.processors += seconds
-
-    def work_until(self, moment: float) -> None:
-        self.processors = moment
-
-    def settle(self, published: int, seconds: float) -> None:
-        """Settles the last ``published`` parts one after the other, in backward order; the others are settled."""
-        parts = len(self.settled)
-        self.settled = [0.0] * parts
-        for part in range(parts - published, parts):
-            self.work(seconds)
-            self.settled[part] = self.processors
-
-
 @lru_cache(maxsize=4096)
 def period(times: StepTimes, kinds: tuple[Kind, ...], parts: int) -> float:
     """Returns the seconds that the steps ``kinds`` take when they repeat, in the steady state."""
-    progress = _Progress(0.0, 0.0, [0.0] * parts)
-    began = 0.0
+    now = processors = began = 0.0
+    settled = [0.0] * parts
     for _ in range(3 if len(kinds) == 1 else 2):
-        began = progress.now
+        began = now
         for kind in kinds:
-            speculated = _backward(times, kind, parts, progress)
-            published = _after_verdict(times, kind, parts, speculated, progress)
-            progress.settle(published, times.settle / parts)
-    return progress.now - began
+            now, processors, settled = _one_step(times, kind, now, processors, settled)
+    return now - began
 
 
-def _backward(times: StepTimes, kind: Kind, parts: int, progress: _Progress) -> int:
-    """Runs backward until the verdict; returns how many parts were speculated by then, or will be."""
-    wanted, speculated = round(kind.speculated * parts), 0
-    begins = []
-    processors = progress.processors
+def _one_step(
+    times: StepTimes, kind: Kind, now: float, processors: float, settled: list[float]
+) -> tuple[float, float, list[float]]:
+    """Runs a backward that begins ``now``, the verdict and the next forward. Returns when that is over, when the
+    processors become free, and when each part, in backward order, can take its next gradient."""
+    parts = len(settled)
+    begins, free = [], processors
     for part in range(parts):
-        progress.compute(times.backward / parts)
-        progress.wait_for(progress.settled[part])
-        if part < wanted:
-            begins.append(max(processors, progress.now))
-            processors = begins[-1] + times.journaled / parts
-    for begin in begins:
-        if begin <= progress.now or not times.withdraws:  # the verdict comes with the last gradient
-            progress.work_until(begin + times.journaled / parts)
-            speculated += 1
-    progress.work_until(max(progress.processors, progress.now))
-    return speculated
-
-
-def _after_verdict(times: StepTimes, kind: Kind, parts: int, speculated: int, progress: _Progress) -> int:
-    """Runs until forward is over; returns how many parts were published, the first ones in forward order."""
-    waiting = parts - speculated
+        now = max(now + times.backward / parts, settled[part])
+        if part < round(kind.speculated * parts):
+            begins.append(max(free, now))
+            free = begins[-1] + times.journaled / parts
+    # The verdict comes with the last gradient.
+    speculated = [begin for begin in begins if begin <= now or not times.withdraws]
+    if speculated:
+        processors = speculated[-1] + times.journaled / parts
+    processors = max(processors, now)
+    waiting = parts - len(speculated)
     published = round(kind.published * waiting)
     for part in range(parts):  # in forward order
         if part < published:
-            progress.work(times.publish / parts)
+            processors += times.publish / parts
         elif part < waiting:
-            progress.work(times.step / parts)
+            processors += times.step / parts
         elif kind.clips:
-            progress.work(times.replay / parts)
+            processors += times.replay / parts
         if times.on_demand:
-            progress.wait_for(progress.processors)
-            progress.compute(times.reading / parts)
+            now = max(now, processors) + times.reading / parts
     if not times.on_demand:
-        progress.wait_for(progress.processors)
-        progress.compute(times.reading)
-    progress.compute(times.forward - times.reading)
-    return published
+        now = max(now, processors) + times.reading
+    now += times.forward - times.reading
+    settled = [0.0] * parts
+    for part in range(parts - published, parts):
+        processors += times.settle / parts
+        settled[part] = processors
+    return now, processors, settled

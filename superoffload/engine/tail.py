@@ -199,4 +199,4 @@ class Tail:
             self._keep(WorkerError(f"{error} (the step before was completed)"))
             return
         if settled.began > 0:
-            self._schedule.worked(_native.Operation.settle, bucket.numel, settled.ended - settled.began)
+            self._schedule.times.worked(_native.Operation.settle, bucket.numel, settled.ended - settled.began)
