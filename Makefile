@@ -1,7 +1,7 @@
 # Needs Python >= 3.10, a C++17 compiler and make; everything else goes into .venv.
 #
 #   make demo     fine-tunes a small language model with torch's AdamW and ours, draws both, verifies the promise
-#   make test     the whole test suite
+#   make test     the test suite; TEST_TURN=1/1 with the slowest tests, which CI runs in turns
 #   make check    the quick part, for every change: lint, types, tests of one process, native tests; some 3 minutes
 #   make docs     the documentation site, in build/site; a broken link fails
 #   make help     the other targets
@@ -58,6 +58,7 @@ demo: $(VENV)/.demo-ready
 	$(BIN)/python examples/demo.py --out $(RUNS)/demo
 	$(BIN)/superoffload verify --quiet
 
+test: export TEST_TURN ?= none
 test: $(VENV)/.test-ready
 	$(PYTEST) $(PYTEST_ARGS)
 
@@ -203,6 +204,7 @@ $(OLD_DEEPSPEED)/.installed: $(VENV)/.test-requirements
 	@touch $@
 
 # Everything, before a release and after a change to csrc. `.ci/run` takes turns with what takes long.
+release-test: export TEST_TURN = 1/1
 release-test: lint types docs native-test clang-test sanitize arm-python-test
 	$(MAKE) arm-test ARM_VARIANT=shipped
 	$(MAKE) old-cpu-test grace cuda-kernels test old-deepspeed-test benchmarks-test fresh-clone-test

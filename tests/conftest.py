@@ -45,8 +45,10 @@ def missing_for_gpu() -> str | None:
 
 
 def is_its_turn(item: pytest.Item, turn: str) -> bool:
-    """Whether a test runs in this ``turn``, "1/4" say: all do but those marked ``in_turn``."""
+    """Whether a test runs in this ``turn``, "1/4" say, or "none": all do but those marked ``in_turn``."""
     mark = item.get_closest_marker("in_turn")
+    if turn == "none":
+        return mark is None
     number, _, turns = turn.partition("/")
     group = mark.args[0] if mark is not None and mark.args else item.nodeid
     return mark is None or zlib.crc32(group.encode()) % int(turns) == int(number) - 1
@@ -57,11 +59,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items[:] = [item for item in items if is_wanted(item)]
     turn = os.environ.get("TEST_TURN", "1/1")
-    if re.fullmatch(r"[1-9]\d*/[1-9]\d*", turn) is None:
-        raise pytest.UsageError(f"TEST_TURN={turn}: expected a turn and their number, such as 1/4; unset it to run all")
+    if re.fullmatch(r"none|[1-9]\d*/[1-9]\d*", turn) is None:
+        raise pytest.UsageError(f"TEST_TURN={turn}: expected a turn and their number, such as 1/4, or none; 1/1: all")
     for item in items:
         if not is_its_turn(item, turn):
-            item.add_marker(pytest.mark.skip(reason=f"TEST_TURN={turn}: not its turn; unset it to run all tests"))
+            item.add_marker(pytest.mark.skip(reason=f"TEST_TURN={turn}: not its turn; TEST_TURN=1/1 runs all tests"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = missing_for_gpu() if marked else None
     if reason is not None:
