@@ -13,6 +13,9 @@ import torch
 from superoffload import AdamW
 from superoffload.errors import ArgumentError
 from superoffload.timeline import COMPUTE, DOWN, PROCESSORS, UP, VERDICT, read_trace, span
+from tests.support.adamw_training import train
+from tests.support.fake_cuda import Fake
+from tests.support.fake_cuda_training import training
 
 BUCKETS = 4
 
@@ -152,3 +155,13 @@ def test_unwritable_paths_and_other_files_are_refused(tmp_path: Path) -> None:
         (tmp_path / "x").write_text(text)
         with pytest.raises(ArgumentError, match="not a trace"):
             read_trace(tmp_path / "x")
+
+
+def test_the_timeline_has_the_times_of_copies(fake: Fake, tmp_path: Path) -> None:
+    with training(fake, trace=tmp_path / "trace.json") as (model, optimizer):
+        fake.delays(1, 3000)
+        train(model, optimizer, range(2, 4))
+    events = [event for event in json.loads((tmp_path / "trace.json").read_text()) if event["ph"] == "X"]
+    assert {"pack and down", "up and deliver"} <= {event["cat"] for event in events}
+    late = [event["dur"] for event in events if event["cat"] == "pack and down"]
+    assert max(late) > 100, "microseconds until a gradient has arrived, not until it was enqueued"
