@@ -116,7 +116,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "demo": ("demo.py", "--data", "{text}", "--out", "{out}", "--first-steps", "6", "--steps", "5", "--device", "cpu"),
     "finetune": (*FINETUNE, "--speculation", "always"),
     "finetune by trainer": (*FINETUNE, "--speculation", "never", "--trainer"),
-    "finetune in bfloat16": (*FINETUNE, "--dtype", "bfloat16", "--steps", "2", "--batch", "4"),
+    "finetune in bfloat16": (*FINETUNE, "--dtype", "bfloat16", "--steps", "2", "--batch", "4", "--held-out", "8"),
     "fsdp2": (*FSDP2, "2", "fsdp2.py", "--text", "{text}", "--out", "{out}", "--steps", "4", "--save-steps", "2"),
     "plain": PLAIN,
     "trainer": ("trainer.py", "--text", "{text}", "--out", "{out}", "--family", "gpt-oss", "--steps", "8"),
