@@ -20,6 +20,7 @@ from superoffload import AdamW
 from superoffload.engine.stepping import Finisher
 from superoffload.errors import StateError
 from tests.support.adamw_training import (
+    COUNTERS,
     assert_worker_threads,
     batch,
     check_counters,
@@ -31,7 +32,6 @@ from tests.support.adamw_training import (
     weights,
     worker_threads,
 )
-from tests.support.engine_rig import COUNTERS
 
 
 def test_threads_are_named_bound_give_way_and_end_with_close() -> None:

@@ -87,10 +87,9 @@ def grid_for(kernel: str, blocks: int) -> int:
     return max(1, -(-blocks // BLOCKS_PER_CUDA_BLOCK[kernel.partition("_")[0]]))
 
 
-def launch(kernel: str, pieces: geometry.Pieces, *addresses: int, grid: int | None = None) -> None:
+def launch(kernel: str, pieces: geometry.Pieces, *addresses: int) -> None:
     """One kernel over ``pieces``; ``addresses``: what it takes behind them and their number."""
-    if grid is None:
-        grid = grid_for(kernel, geometry.count_blocks(pieces))
+    grid = grid_for(kernel, geometry.count_blocks(pieces))
     values = [table_argument(pieces, pieces.ctypes.data), ctypes.c_uint(len(pieces)), *map(ctypes.c_void_p, addresses)]
     arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     _library().emulate_launch(kernel.encode(), ctypes.c_uint(grid), ctypes.c_uint(THREADS), arguments)
