@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch import nn
 from benchmarks.gpu_suite.given_gradients import NAN_STEP, STEPS, Model, Run, backward, make, train
 from benchmarks.gpu_suite.races import run_races
 from superoffload import AdamW
+from superoffload.errors import ArgumentError, StateError, WorkerError
 from superoffload.host.memory import is_out_of_memory
 from superoffload.links.cuda.device import active_bytes, peak_active_bytes
 from tests.support.checkout import ROOT
@@ -186,6 +188,49 @@ def test_parameters_are_visible_on_other_streams() -> None:
 # ---- faults ---------------------------------------------------------------------------------------------------------
 
 
+class NoMemory:
+    """The link's pack() fails at its n-th call with what a link makes of a driver without memory."""
+
+    def __init__(self, link: Any, at: int) -> None:
+        self.link, self.left, self.pack = link, at, link.pack
+        link.pack = self
+
+    def __call__(self, *args: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise WorkerError("packing: out of memory (planted)")
+        return self.pack(*args)
+
+    def remove(self) -> None:
+        del self.link.pack
+
+
+@devices
+@pytest.mark.parametrize("at", [0, 2])
+def test_out_of_memory_while_packing_leaves_the_last_step(device: str, at: int) -> None:
+    model, optimizer = make(device, torch.bfloat16, speculation="always")
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = optimizer.state_digests()
+    planted = NoMemory(optimizer._engine.link, at)
+    with pytest.raises(WorkerError, match="planted"):
+        backward(model, 1)
+    planted.remove()
+    optimizer.zero_grad()
+    assert optimizer.state_digests() == before
+    backward(model, 1)
+    optimizer.step()
+    undisturbed, other = make("cpu", torch.bfloat16, speculation="never")
+    for step in (0, 1):
+        other.zero_grad()
+        backward(undisturbed, step)
+        other.step()
+    assert optimizer.state_digests() == other.state_digests()
+    optimizer.close()
+    other.close()
+
+
 @gpu
 def test_a_full_gpu_is_survived() -> None:
     """All of the memory taken between two steps: the step works, or fails with nothing changed, and then works."""
@@ -215,6 +260,58 @@ def test_a_full_gpu_is_survived() -> None:
     backward(model, 1)
     optimizer.step()
     assert optimizer.state_digests() != before
+    optimizer.close()
+
+
+@gpu
+def test_memory_that_cannot_be_pinned_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clear warning, and copies that do not overlap."""
+    pinned: Any = import_module("superoffload.links.cuda.pinned")
+    make_arena = pinned.PinnedArena.__init__
+
+    def refused(self: Any, *args: Any, **kwargs: Any) -> None:
+        make_arena(self, *args, **kwargs)
+        self._memory.unpin()
+
+    monkeypatch.setattr(pinned.PinnedArena, "__init__", refused)
+    with pytest.warns(RuntimeWarning, match="refused to pin"):
+        run = train("cuda", torch.bfloat16, speculation="always")
+    assert run.bits() == reference(torch.bfloat16).bits()
+
+
+@gpu
+def test_parameters_on_several_devices_are_refused() -> None:
+    params = [nn.Parameter(torch.zeros(8, device="cuda")), nn.Parameter(torch.zeros(8))]
+    with pytest.raises(ArgumentError, match=r"parameter 1 of param_groups\[0\]: on cpu, while"):
+        AdamW(params)
+
+
+@devices
+def test_a_model_that_was_converted_is_refused(device: str) -> None:
+    model, optimizer = make(device, torch.float32)
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = optimizer.state_digests()
+    model.to(torch.bfloat16)
+    with pytest.raises((ArgumentError, StateError)):
+        backward(model, 1)
+        optimizer.step()
+    optimizer.close()
+    masters = {name: digest for name, digest in before.items() if name != "published"}
+    assert masters.items() <= optimizer.state_digests().items()
+
+
+@gpu
+def test_a_model_that_was_moved_is_refused() -> None:
+    model, optimizer = make("cuda", torch.float32)
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.to("cpu")
+    with pytest.raises((ArgumentError, StateError)):
+        backward(model, 1)
+        optimizer.step()
     optimizer.close()
 
 

@@ -85,7 +85,8 @@ def test_steps_with_bf16_moments(place: Place, types: Types, resident: bool) -> 
     check_steps(place, Setting(types, moments="bf16", resident=resident))
 
 
-@pytest.mark.parametrize(("types", "l2"), [(types, i % 2 > 0) for i, types in enumerate(battery.step_types())], ids=str)
+@MODES
+@by_types
 @places
 def test_steps_with_8_bit_moments(place: Place, types: Types, l2: bool) -> None:
     """On the device, in pieces: what the reference makes of codes and scales."""

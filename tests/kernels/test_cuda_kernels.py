@@ -1,7 +1,8 @@
-"""The accelerator's kernels, emulated: what the battery does not reach (tests/gpu/test_cuda_battery.py)."""
+"""The accelerator's kernels, emulated: the processor's bits in any grid. (Types: tests/gpu/test_cuda_battery.py.)"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,18 +13,55 @@ from superoffload import _native
 from superoffload.links.cuda import geometry
 from tests.support import emulated_kernels, numpy_kernels
 from tests.support import kernel_inputs as cases
-from tests.support.emulated_kernels import sum_pieces
-from tests.support.guarded_arrays import assert_bits, scalars_of
+from tests.support.guarded_arrays import Guarded, assert_bits, scalars_of
+from tests.support.kernel_launches import COPY_PIECE, SUM_PIECE, copy_pieces, grid_for, sum_pieces
 from tests.support.reference.bit_sums import BLOCK_BYTES, bit_sums, number_of
 from tests.support.reference.convert import narrow
 
 NO_SCALES = (0, 0)  # which only 8-bit moments have
+WORDS = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16}
 
 
-def sums_by_kernel(elements: npt.NDArray[np.uint16]) -> list[int]:
-    sums = np.full(len(bit_sums(elements.tobytes())), 7, np.uint64)
-    emulated_kernels.launch("sum_bits", sum_pieces([(elements.ctypes.data, sums.ctypes.data, elements.size)]))
-    return [int(one) for one in sums]
+# ---- sums of bits ----
+
+
+def placed(nbytes: int, start: int, seed: int) -> Guarded:
+    """Random bytes, ``start`` times 2 bytes behind an aligned address."""
+    return Guarded(np.random.default_rng(seed).integers(0, 1 << 16, nbytes // 2, np.uint16), start)
+
+
+def sums_by_kernel(memory: Sequence[Guarded], grid: int | None = None) -> list[npt.NDArray[np.uint64]]:
+    sums = [np.full(len(bit_sums(one.array.tobytes())), 7, np.uint64) for one in memory]
+    emulated_kernels.launch("sum_bits", pieces_of(memory, sums), grid=grid)
+    return sums
+
+
+def pieces_of(memory: Sequence[Guarded], sums: Sequence[npt.NDArray[np.uint64]]) -> geometry.Pieces:
+    pairs = zip(memory, sums, strict=True)
+    return sum_pieces((one.array.ctypes.data, there.ctypes.data, one.array.size) for one, there in pairs)
+
+
+@pytest.mark.parametrize("grid", [None, 1])
+def test_what_has_changed_is_found_and_nothing_else(grid: int | None) -> None:
+    memory = [placed(nbytes, start, nbytes) for nbytes in (2, 2048, 5000, 0, 9000) for start in (0, 3)]
+    sums = sums_by_kernel(memory)
+    pieces = pieces_of(memory, sums)
+    changed = np.zeros(len(memory), np.uint8)
+
+    def compare() -> list[int]:
+        changed[:] = 0
+        emulated_kernels.launch("compare_bits", pieces, changed.ctypes.data, grid=grid)
+        return [int(i) for i in np.flatnonzero(changed)]
+
+    assert compare() == []
+    for i, one in enumerate(memory):
+        for place in {0, one.array.size // 3, one.array.size - 1} if one.array.size else ():
+            one.array[place] ^= 1 << place % 16
+            assert compare() == [i]
+            one.array[place] ^= 1 << place % 16
+    memory[2].array[7] ^= 1
+    memory[9].array[-1] ^= 0x8000
+    assert compare() == [2, 9]
 
 
 def test_two_elements_that_change_places_are_always_seen() -> None:
@@ -32,12 +70,12 @@ def test_two_elements_that_change_places_are_always_seen() -> None:
     numbers = [number_of(place) for place in range(BLOCK_BYTES // 4)]
     assert all(number % 2 == 1 for number in numbers)
     assert len({number % 2**33 for number in numbers}) == len(numbers)
-    elements = np.random.default_rng(5).integers(0, 1 << 16, BLOCK_BYTES // 2, np.uint16)
-    before = sums_by_kernel(elements)
+    elements = placed(BLOCK_BYTES, 0, 5)
+    (before,) = sums_by_kernel([elements])
     for one, other in ((0, 1), (0, 2), (1, 1022), (511, 512), (1022, 1023)):
-        elements[[one, other]] = elements[[other, one]]
-        assert sums_by_kernel(elements) != before
-        elements[[one, other]] = elements[[other, one]]
+        elements.array[[one, other]] = elements.array[[other, one]]
+        assert sums_by_kernel([elements])[0] != before
+        elements.array[[one, other]] = elements.array[[other, one]]
 
 
 @pytest.mark.parametrize(
@@ -61,3 +99,16 @@ def test_noisy_step_gives_the_bits_of_the_native_kernel(
     emulated_kernels.launch("step_bf16_bf16_noisy", geometry.step_pieces([row]))
     for name, got, expected in zip(("master", "exp_avg", "exp_avg_sq", "", "parameter"), here, native, strict=True):
         assert_bits(name, got, expected)
+
+
+# ---- geometry ----
+
+
+def test_piece_tables_are_what_the_kernels_read() -> None:
+    assert (COPY_PIECE.itemsize, SUM_PIECE.itemsize, geometry.STEP_PIECE.itemsize) == (32, 32, 232)
+    assert len(_native.freeze_scalars(**scalars_of(cases.HYPERS[0]), l2=False, step=1)) == geometry.SCALARS_BYTES
+    table = copy_pieces([(64, 0, 1024), (128, 1024, 0), (192, 1024, 1), (256, 1088, 3000)])
+    assert table["first_block"].tolist() == [0, 1, 1, 2]
+    assert geometry.count_blocks(table) == 5
+    grids = [grid_for(name, 17) for name in ("pack_f32", "unpack_32", "sum_bits", "step_f32_f32_noisy")]
+    assert grids == [3, 5, 5, 17] and grid_for("pack_f32", 0) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from superoffload import kernels
@@ -14,11 +15,53 @@ from tests.support.guarded_arrays import GuardedSpan, assert_state, each_isa
 from tests.support.kernel_inputs import State
 from tests.support.reference import adam, journal
 from tests.support.reference.adam import Hyper
+from tests.support.reference.convert import narrow
 
 ISAS = kernels.available_isas()
 
 each_mode = pytest.mark.parametrize("mode", ["adamw", "l2"])
 each_width = pytest.mark.parametrize("width", [1, 2])
+
+
+@each_isa
+@each_width
+def test_a_chain_of_speculated_steps_as_in_training(isa: str, width: int) -> None:
+    """Committed, undone and replayed steps in turn, from the first step on; the state never leaves the reference."""
+    length = 2500
+    zeros = np.zeros(length, np.float32)
+    state = State(cases.ranged(length, 410, -8, -3), zeros, zeros)
+    gradient = np.zeros(length, np.uint16)
+    guarded = GuardedSpan(state, gradient, "bf16", start=1)
+    span = guarded.span
+    bytes_used = []
+    with kernels.using_isa(isa):
+        for step in range(1, 34):
+            gradient = noisy_gradient(length, step)
+            guarded.set_gradient(gradient)
+            hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, step)
+            speculated = adam.step(*state, gradient, "bf16", hyper)
+            assert span.step_journaled(hyper, width=width)
+            guarded.expect(speculated, f"step {step}")
+            bytes_used.append(span.journal_bytes / length)
+            if step % 3 == 0:
+                span.undo()
+                assert_state(guarded.state, state, f"undo of step {step}")
+                span.step(hyper)
+            if step % 3 == 1:
+                hyper = replace(hyper, gradient_factor=0.5)
+                span.replay(hyper)
+            after = adam.step(*state, gradient, "bf16", hyper)
+            guarded.expect(after, f"end of step {step}")
+            state = State(*after[:3])
+    assert bytes_used[0] < width + 0.05
+    assert max(bytes_used[20:]) < width + 0.25
+
+
+def noisy_gradient(length: int, step: int) -> npt.NDArray[np.uint16]:
+    """A constant direction with larger noise of its own in every step, as minibatches give it."""
+    direction = cases.ranged(length, 411, -12, -9)
+    noise = cases.ranged(length, 412 + step, -11, -9)
+    return np.asarray(narrow(direction + noise, "bf16"))
 
 
 @each_isa

@@ -24,7 +24,7 @@ each_mode = pytest.mark.parametrize("mode", ["adamw", "l2"])
 
 
 @each_isa
-@pytest.mark.parametrize("published_format", battery.PUBLISHED_FORMATS)
+@pytest.mark.parametrize("published_format", cases.FORMATS)
 def test_published_rounding_of_every_upper_half_and_ties(isa: str, published_format: str) -> None:
     """lr = 0 and no decay publish the master itself: every sign, exponent and upper significand, near each tie."""
     upper = np.arange(65536, dtype=np.uint32) << np.uint32(16)

@@ -3,63 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from superoffload import kernels
-from superoffload.distributed.ownership import Box
 from tests.support import numpy_kernels
+from tests.support.placed_boxes import BOXES, PlacedBox
 from tests.support.reference import eight_bit
 from tests.support.reference.convert import narrow
 from tests.support.reference.stochastic import noise_at
 
 STREAM = (11 << 32) | 3
 WAYS = ("step", "journaled", "undone", "replayed", "two phases")
-
-
-class PlacedBox(NamedTuple):
-    """A box of a parameter, how the kernels are told of it, and where its elements are, found by indexing."""
-
-    shape: tuple[int, ...]
-    box: Box
-    order: tuple[int, ...] | None
-    start: int
-    axes: tuple[tuple[int, int], ...]
-    places: NDArray[np.uint64]
-
-    def __str__(self) -> str:
-        return f"{self.box.lengths}-of-{self.shape}" + (f"-{self.order}" if self.order else "")
-
-
-def placed(
-    shape: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...], order: tuple[int, ...] | None = None
-) -> PlacedBox:
-    box = Box(offsets, lengths)
-    whole = np.arange(np.prod(shape), dtype=np.uint64).reshape(shape)
-    part = whole[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
-    flat = (part if order is None else part.transpose(order)).ravel()
-    return PlacedBox(shape, box, order, box.first_in(shape), box.axes_in(shape, order), flat)
-
-
-# Columns, with rows around the lengths of vectors and blocks; several dimensions; other orders in memory.
-BOXES = (
-    placed((700, 9), (0, 3), (700, 3)),
-    placed((300, 16), (7, 4), (200, 12)),
-    placed((150, 64), (0, 32), (150, 16)),
-    placed((150, 64), (3, 16), (140, 17)),
-    placed((5, 3000), (0, 1100), (5, 1000)),
-    placed((4, 2600), (1, 0), (3, 1024)),
-    placed((2100, 4), (0, 2), (2100, 1)),
-    placed((900, 8), (200, 0), (400, 8)),
-    placed((6, 40, 33), (2, 5, 0), (4, 30, 33)),
-    placed((12, 20, 50), (0, 4, 10), (12, 11, 21)),
-    placed((6, 7, 8, 9), (1, 2, 3, 4), (5, 4, 5, 4)),
-    placed((8, 6, 9, 11), (0, 0, 0, 0), (8, 6, 9, 11), (0, 2, 3, 1)),
-    placed((50, 61), (0, 0), (50, 61), (1, 0)),
-)
 
 
 @pytest.fixture(params=kernels.available_isas())

@@ -19,12 +19,26 @@ KINDS = ("training", "hostile")
 FORMATS = ("fp32", "bf16", "fp16")
 
 # Around every vector width, every unrolling and the 1024-element block; the small ones completely.
-SHORT: tuple[int, ...] = (*range(67), 95, 96, 97, 127, 128, 129, 130)
-LONG: tuple[int, ...] = (
-    *(255, 256, 257, 511, 512, 513, 1000, 1023, 1024, 1025),
-    *(2047, 2048, 2049, 3000, 4095, 4096, 5000),
+LENGTHS: tuple[int, ...] = (
+    *range(131),
+    255,
+    256,
+    257,
+    511,
+    512,
+    513,
+    1000,
+    1023,
+    1024,
+    1025,
+    2047,
+    2048,
+    2049,
+    3000,
+    4095,
+    4096,
+    5000,
 )
-LENGTHS = (*SHORT, *LONG)
 LONGEST = 5000
 # Offsets in elements from a 64-byte boundary.
 STARTS: tuple[int, ...] = (0, 1, 3, 5, 8, 15)
