@@ -33,9 +33,9 @@ SVE_BYTES := 32 64
 emulated_cpu = -cpu max,sve-default-vector-length=$(1)
 # The tests of `make check`: without ranks, training or programs of their own.
 CHECKED := checkpoints/loading checkpoints/manifests checkpoints/saving engine/bucket_states engine/speculation \
-    engine/placement engine/schedule engine/two_phase engine/verdict engine/worker_faults kernels/bit_sums \
+    engine/placement engine/schedule engine/verdict engine/worker_faults kernels/bit_sums \
     kernels/float_environment kernels/journal kernels/kernels kernels/reference links/cuda/cuda_link \
-    links/cuda/cuda_parameters links/cuda/cuda_streams optimizer/adamw optimizer/cpu_adamw \
+    links/cuda/cuda_streams optimizer/adamw optimizer/cpu_adamw \
     optimizer/changed_groups optimizer/delivery optimizer/edited_gradients \
     optimizer/metrics optimizer/parameter_writes optimizer/second_backward optimizer/timeline \
     optimizer/unknown_arguments optimizer/unusual_parameters optimizer/user_code project/docs project/packaging \

@@ -1,56 +1,11 @@
-"""The journals of all buckets share memory: how wide codes are, who finds room, and that it all comes back."""
+"""How wide the codes of a journal are. (Who finds room, and that it comes back: tests/simulator, tests/fuzz.)"""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from superoffload.engine.journal import JournalWidth
-from superoffload.errors import WorkerError
-from tests.support.engine_rig import Rig, Settings, rig
-
-FOUR = Settings([[4096] * 4], bucket_numel=4096)  # four buckets
-
-
-def step(made: Rig) -> None:
-    made.step_both(made.backward())
-    made.check()
-
-
-@pytest.mark.parametrize("width", [1, 2])
-def test_a_journal_without_room_is_undone_at_once_and_stepped_later(width: int) -> None:
-    with rig(Settings([[4096]], bucket_numel=4096), width=width, arena=0.0) as made:
-        for _ in range(3):
-            step(made)
-        stats = made.engine.stats()
-        assert [stats[f"buckets_{fate}"] for fate in ("speculated", "undone", "stepped")] == [3, 3, 3]
-        assert stats["journal_overflows"] == 3
-
-
-def test_buckets_share_the_memory_of_their_journals() -> None:
-    """The escapes of the first take the room of the last, which is left out, or undone where its escapes find none."""
-    with rig(FOUR, arena=-0.75) as made:  # 1.25 bytes per parameter
-        for _ in range(8):
-            step(made)
-        stats = made.engine.stats()
-        assert 8 < stats["buckets_committed"] == stats["buckets_speculated"] - stats["buckets_undone"] < 8 * 4
-        assert stats["buckets_stepped"] == 8 * 4 - stats["buckets_committed"]
-        assert 4 * 4096 < stats["journal_reserved_bytes"] <= 1.25 * 4 * 4096
-
-
-def test_a_failed_speculation_gives_its_room_back() -> None:
-    """Else the journals would not begin at the front again, and later steps would find no room."""
-    with rig(FOUR, width=1, arena=0.25) as made:
-        made.engine.pool.inject_fault(2, "a bit fell over")
-        made.backward()
-        verdict = made.engine.decide(unscale=1.0, max_grad_norm=None)
-        with pytest.raises(WorkerError, match="a bit fell over"):
-            made.engine.apply(verdict)
-        before = made.engine.stats()["buckets_committed"]
-        step(made)
-        assert made.engine.stats()["buckets_committed"] - before == 4
 
 
 def choose(chooser: JournalWidth, next_step: int, *widths: int) -> int | None:

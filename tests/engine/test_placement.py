@@ -68,37 +68,6 @@ def train(model: Model, optimizer: superoffload.AdamW, steps: Sequence[int]) -> 
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "speculation", "placement", "options"),
-    [
-        (torch.float32, "always", {"gpu_fraction": 0}, {}),
-        (torch.float32, "never", HALF, {"state_dtype": "bf16", "seed": 7}),
-        (torch.bfloat16, "adaptive", HALF, {"delivery": "on_demand"}),
-        (torch.bfloat16, "always", {"gpu_fraction": 1.0}, {"state_dtype": "bf16", "seed": 7}),
-        (torch.float16, "always", "auto", {}),
-    ],
-    ids=str,
-)
-def test_placement_changes_no_bit(dtype: torch.dtype, speculation: str, placement: Any, options: Any) -> None:
-    expected_model, expected = make(dtype, None, speculation=speculation, **{**options, "delivery": "eager"})
-    train(expected_model, expected, range(9))
-    with accelerator():
-        model, optimizer = make(dtype, placement, speculation=speculation, **options)
-    train(model, optimizer, range(9))
-    assert optimizer.state_digests() == expected.state_digests()
-    assert optimizer.grad_norm == expected.grad_norm
-    stats, without = optimizer.stats(), expected.stats()
-    for name in ("steps", "skipped_steps", "clipped_steps"):
-        assert stats[name] == without[name] > 0
-    placed = stats["params_on_device"] / sum(p.numel() for p in model.parameters())
-    assert optimizer.placement is not None and 0 <= optimizer.placement["gpu_fraction"] - placed < 0.5
-    if placement in (HALF, {"gpu_fraction": 1.0}):
-        assert placed > 0.3
-    if placement == {"gpu_fraction": 1.0}:
-        assert stats["buckets_speculated"] == stats["journal_bytes"] == stats["bytes_up"] == 0
-    assert expected.placement is None and without["params_on_device"] == 0
-
-
 def shards_of(optimizer: superoffload.AdamW) -> list[Shard]:
     return optimizer._engine.shards
 

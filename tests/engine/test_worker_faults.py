@@ -4,70 +4,67 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from superoffload import AdamW
-from superoffload.engine.bucket import GroupHyper
 from superoffload.errors import StateError, WorkerError
-from tests.support.adamw_training import run_python
-from tests.support.engine_rig import COUNTERS, Settings, rig
+from tests.support.adamw_training import COUNTERS, run_python
+from tests.support.fake_cuda import on_host
 
-HYPER = GroupHyper(1e-2, 0.9, 0.99, 1e-8, 0.1)
-
-
-ENDS = [
-    *((end, "always", 0) for end in ("verdict", "replay", "undo, then step", "abandon", "quiesce", "digests")),
-    *(("verdict", "always", 2), ("step", "never", 0), ("retract", "always", 0), ("restore", "always", 0)),
-    ("await_speculation", "always", 0),
+Use = Callable[[AdamW, torch.nn.Parameter], object]
+USES: dict[str, Use] = {
+    "a step": lambda optimizer, parameter: optimizer.step(),
+    "a second backward": lambda optimizer, parameter: parameter.square().sum().backward(),
+    "an abandoned step": lambda optimizer, parameter: optimizer.zero_grad(),
+    "a look": lambda optimizer, parameter: optimizer.state_digests(),
+}
+FAULTS = [
+    *(("behind backward", "always", use, 1e6) for use in USES if use != "a step"),
+    *(("in backward", "always", "a step", 1e6), ("behind backward", "always", "a step", 1.0)),  # committed, replayed
+    ("behind backward", "never", "a step", 1e6),
 ]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(Settings([[1024, 1024, 500]], bucket_numel=1024, hyper=HYPER), id="three buckets"),
-        pytest.param(Settings([[200_000]], bucket_numel=1 << 20, threads=3, hyper=HYPER), id="one bucket, many chunks"),
-    ],
-)
-@pytest.mark.parametrize(("end", "mode", "chunk"), ENDS)
-def test_a_fault_at_every_end_of_a_bucket(settings: Settings, end: str, mode: str, chunk: int) -> None:
+@pytest.mark.parametrize(("when", "mode", "use", "clip"), FAULTS)
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_a_fault_in_one_of_many_chunks(when: str, mode: str, use: str, clip: float, chunk: int) -> None:
     """While speculating the step is abandoned; behind the verdict, and while undoing, what was begun is completed."""
-    with rig(replace(settings, mode=mode)) as made:
-        for _ in range(2):  # behind them journals have escapes, since moments are not all zero
-            made.step_both(made.backward())
-            made.check()
-        before = end in ("verdict", "await_speculation")
-        if before:
-            made.engine.pool.inject_fault(chunk, "a bit fell over")
-        gradients = made.backward()
-        if not before:
-            for bucket in made.engine.buckets:
+    ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 200_000)) for _ in range(2))
+    options: dict[str, Any] = {"lr": 1e-2, "threads": 3, "bucket_numel": 1 << 20}
+    with on_host(), AdamW([ours], speculation=mode, **options) as optimizer, AdamW([theirs], **options) as plain:
+
+        def step(its: AdamW, parameter: torch.nn.Parameter) -> None:
+            its.zero_grad()
+            parameter.square().sum().backward()
+            its.step()
+
+        for _ in range(2):  # behind them the journal has escapes, since moments are not all zero
+            step(optimizer, ours)
+            step(plain, theirs)
+        optimizer.zero_grad()
+        optimizer.max_grad_norm = plain.max_grad_norm = 1e6
+        if when == "in backward":
+            optimizer._engine.pool.inject_fault(chunk, "a bit fell over")
+        ours.square().sum().backward()
+        if when == "behind backward":
+            for bucket in optimizer._engine.buckets:
                 if bucket.running is not None:
                     bucket.running.wait()
-            made.engine.pool.inject_fault(chunk, "a bit fell over")
-        if end == "undo, then step":
-            made.set_hyper(0, replace(HYPER, lr=0.5))
+            optimizer._engine.pool.inject_fault(chunk, "a bit fell over")
+        optimizer.max_grad_norm = plain.max_grad_norm = clip
         with pytest.raises(WorkerError, match="a bit fell over"):
-            if end == "verdict":
-                made.engine.apply(made.engine.decide(unscale=1.0, max_grad_norm=None))
-            elif end in ("step", "replay", "undo, then step"):
-                made.step_both(gradients, max_grad_norm=1.0 if end == "replay" else None)
-            else:
-                getattr(made.engine, end)(*made.shards[: end in ("retract", "restore")])
-        if before:
-            assert not made.engine.is_filling
-        if end not in ("step", "replay", "undo, then step"):  # the same gradients once more: applied once
-            for shard in reversed(made.shards):
-                if not made.engine.has_gradient(shard):
-                    made.arrive(shard, gradients[shard.index])
-            made.step_both(gradients)
-        made.check()
-        for max_grad_norm in (None, 1.0):
-            made.step_both(made.backward(), max_grad_norm=max_grad_norm)
-            made.check()
+            USES[use](optimizer, ours)
+        if optimizer.stats()["steps"] == 2:  # it was given up
+            step(optimizer, ours)
+        step(plain, theirs)
+        for _ in range(2):
+            assert optimizer.state_digests() == plain.state_digests()
+            step(optimizer, ours)
+            step(plain, theirs)
 
 
 def test_the_optimizer_reports_it_and_can_step_again() -> None:

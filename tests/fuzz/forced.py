@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from random import Random
+from typing import Any
 from unittest import mock
 
+from superoffload import _native
+from superoffload.engine.journal import JournalWidth
 from superoffload.engine.options import EngineOptions
 from superoffload.engine.schedule import Schedule, Situation
 from superoffload.engine.snapshot import ShardState, Snapshot
 from tests.fuzz.program import Settings
-from tests.support.engine_rig import journal_codes_of
 
 _READING_SECONDS = 0.001  # per shard, so that training goes on while a save is under way
 SHARES = (0.0, 0.3, 0.5, 1.0)
@@ -47,6 +49,16 @@ def _slow_reader(read_all: Callable[..., None]) -> Callable[..., None]:
         read_all(snapshot, later)
 
     return slowly
+
+
+def journal_codes_of(width: int) -> AbstractContextManager[Any]:
+    """All codes have this many bytes."""
+
+    def choose(chooser: JournalWidth, work: _native.BucketWork, next_step: int) -> int:
+        chooser.width = width
+        return width
+
+    return mock.patch.object(JournalWidth, "choose", choose)
 
 
 @contextmanager

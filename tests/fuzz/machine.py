@@ -11,8 +11,8 @@ from tests.fuzz import backward, changes, steps, storage
 from tests.fuzz.forced import forced
 from tests.fuzz.program import Op, Program
 from tests.fuzz.world import Seen, World
+from tests.support.adamw_training import COUNTERS
 from tests.support.callers_modes import MODES
-from tests.support.engine_rig import COUNTERS
 
 OPERATIONS: dict[str, Callable[[World, Op], None]] = {
     operation.__name__: operation

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
@@ -24,7 +25,6 @@ from tests.support.adamw_training import (
     model_of,
     train,
 )
-from tests.support.engine_rig import to_numpy
 from tests.support.fake_cuda import on_host
 from tests.support.reference.trainer import Group, Parameter, Trainer
 
@@ -86,6 +86,13 @@ def test_200_steps_of_recorded_gradients_against_torch(mode: str, weight_decay: 
             torch.testing.assert_close(optimizer.state[mine]["exp_avg"], reference.state[their]["exp_avg"])
             torch.testing.assert_close(optimizer.state[mine]["exp_avg_sq"], reference.state[their]["exp_avg_sq"])
             assert optimizer.state[mine]["step"] == reference.state[their]["step"] == 200
+
+
+def to_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """A flat copy whose dtype names the format as the reference has it: uint16 is bf16."""
+    flat = tensor.detach().reshape(-1).clone()
+    found: npt.NDArray[Any] = (flat.view(torch.uint16) if flat.dtype is torch.bfloat16 else flat).numpy()
+    return found
 
 
 @pytest.mark.parametrize(

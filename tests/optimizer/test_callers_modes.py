@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -80,13 +81,22 @@ CASES = [
 ]
 
 
+def training(kind: str, mode: Mode = nullcontext, methods: Collection[str] = ()) -> Training:
+    make: Callable[..., Any] = CPUAdamW if kind == "CPUAdamW" else clipping
+    return Training(make, LEAN if kind == "lean" else {}, mode, methods)
+
+
+@cache
+def without_a_mode(kind: str) -> tuple[list[Any], list[str]]:
+    """What it finds, and what it calls."""
+    plain = training(kind)
+    with TemporaryDirectory() as folder:
+        return [one.tolist() for one in plain.run(Path(folder, "plain"))], list(plain.called)
+
+
 @pytest.mark.parametrize(("kind", "mode"), CASES)
 def test_a_mode_around_any_call_changes_nothing(kind: str, mode: str, tmp_path: Path) -> None:
-    make: Callable[..., Any] = CPUAdamW if kind == "CPUAdamW" else clipping
-    options = LEAN if kind == "lean" else {}
-    plain = Training(make, options, nullcontext, ())
-    expected = plain.run(tmp_path / "plain")
-    called = list(plain.called)
+    expected, called = without_a_mode(kind)
     for half in (called[::2], called[1::2]):  # what one call has made in the mode, others use outside of it
-        found = Training(make, options, MODES[mode], half).run(tmp_path / half[0])
-        assert [one.tolist() for one in found] == [one.tolist() for one in expected], half
+        found = training(kind, MODES[mode], half).run(tmp_path / half[0])
+        assert [one.tolist() for one in found] == expected, half

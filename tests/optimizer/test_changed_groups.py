@@ -31,15 +31,6 @@ def moved(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop(0))
 
 
-def replaced(model: Any, optimizer: Optimizer) -> None:
-    """With a fresh state, in the place of a bias."""
-    layer = model[0]
-    old, new = layer.bias, nn.Parameter(0.5 * layer.bias.detach())
-    new.grad = old.grad
-    layer.bias = optimizer.param_groups[0]["params"][1] = new
-    optimizer.state.pop(old, None)
-
-
 def replaced_with_state(model: Any, optimizer: Optimizer) -> None:
     """A weight is pruned and grown, and its state with it."""
     layer = model[0]
@@ -57,12 +48,6 @@ def replaced_with_state(model: Any, optimizer: Optimizer) -> None:
     del optimizer.state[old]
     layer.weight = optimizer.param_groups[0]["params"][0] = new
     optimizer.state[new] = state
-
-
-def merged(model: nn.Module, optimizer: Optimizer) -> None:
-    first, *others = optimizer.param_groups
-    first["params"] += [param for group in others for param in group["params"]]
-    del optimizer.param_groups[1:]
 
 
 def fresh(dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -90,11 +75,7 @@ def run(change: Change, before_backward: bool, make: Callable[[list[dict[str, An
 @pytest.mark.parametrize(
     ("change", "before_backward"),
     [
-        (lambda model, optimizer: optimizer.param_groups[0]["params"].pop(1), False),
-        (moved, True),
-        (lambda model, optimizer: optimizer.param_groups[0]["params"].reverse(), False),
-        (merged, True),
-        (replaced, False),
+        (moved, True),  # more of these: tests/fuzz
         (replaced_with_state, True),
         (replaced_with_state, False),
     ],

@@ -6,18 +6,14 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from superoffload import AdamW
 from tests.support.adamw_training import Optimizer, batch, check_counters, check_scenario, grads_of, model_of, train
 from tests.support.checkout import ROOT
-from tests.support.fake_cuda import Fake, LateLink, on_fake_device
-from tests.support.rank_processes import flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
 
 Zeroing = Callable[[Any, Any], object]  # of a model and its optimizer
 
@@ -157,55 +153,3 @@ def scale_a_bias(model: nn.Module, step: int) -> None:
 def test_no_false_alarm(edit: Edit, options: dict[str, Any]) -> None:
     said, optimizer = notices(edit, **options)
     assert said == [] and optimizer.stats()["steps"] in (0, 6)
-
-
-def clipped(model: Any, optimizer: AdamW) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-
-
-def values_negated(model: Any, optimizer: AdamW) -> None:
-    torch._foreach_neg_([p for p in model.parameters() if p.requires_grad])
-
-
-def edited_run(edit: Callable[[Any, AdamW], None] | None, synchronize: Callable[[], None]) -> dict[str, str]:
-    model = shard(net(torch.bfloat16), flat_mesh())
-    model.register_forward_pre_hook(lambda *_: synchronize())
-    options: dict[str, Any] = {"keep_grads": True, "max_grad_norm": None, "speculation": "always", "rank_check": "off"}
-    with optimizer_of(model, **options) as optimizer:
-        for step in range(4):
-            optimizer.zero_grad()
-            model.loss(tokens_of(step, dist.get_rank())).backward()
-            synchronize()
-            if step in (1, 3) and edit is not None:
-                with torch.no_grad():
-                    edit(model, optimizer)
-            optimizer.step()
-            synchronize()
-        return optimizer.state_digests()
-
-
-EDITS = (clipped, values_negated)
-
-
-def found_edits() -> list[tuple[str, bool, bool]]:
-    """In a rank, of every edit: whether it gives over a device what it gives on the host, and whether it is lost."""
-    fake = Fake()
-    unedited = edited_run(None, lambda: None)
-    found = []
-    for edit in EDITS:
-        expected = edited_run(edit, lambda: None)
-        comparing = mock.patch(
-            "superoffload.engine.inbox.same_bits", side_effect=AssertionError("a gradient was copied down again")
-        )
-        with on_fake_device(fake, keep_grads=True) as links, comparing:
-            over_device = edited_run(edit, fake.synchronize)
-            assert isinstance(links[0], LateLink)
-        fake.synchronize()
-        found.append((edit.__name__, over_device == expected, expected == unedited))
-    return found
-
-
-def test_edits_on_a_device_are_noticed() -> None:
-    """Operations on lists raise no version counter of a DTensor."""
-    Fake()
-    assert on_ranks(2, found_edits) == [[(edit.__name__, True, False) for edit in EDITS]] * 2

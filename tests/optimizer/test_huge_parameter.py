@@ -99,6 +99,7 @@ def free_bytes() -> int:
     return int(fields["MemAvailable"].split()[0]) << 10
 
 
+@pytest.mark.in_turn("huge parameter")
 @pytest.mark.skipif(free_bytes() < 8 << 30, reason="needs 8 GiB of free memory, 5 of them for the journal")
 def test_elements_beyond_the_first_two_billion_are_stepped_like_any_others(memory: RepeatedMemory) -> None:
     """Speculated, undone by a second backward, speculated again, committed; one bucket of more than 2^31 elements."""

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.engine.engine import Engine
-from superoffload.engine.stepping import Finisher, Speculator
+from superoffload.engine.stepping import Finisher
 from superoffload.errors import StateError
 from tests.support.adamw_training import (
+    COUNTERS,
     assert_worker_threads,
     batch,
     check_counters,
@@ -32,7 +32,6 @@ from tests.support.adamw_training import (
     weights,
     worker_threads,
 )
-from tests.support.engine_rig import COUNTERS
 
 
 def test_threads_are_named_bound_give_way_and_end_with_close() -> None:
@@ -245,36 +244,3 @@ def test_handlers_are_back_afterwards() -> None:
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == mine
     finally:
         signal.signal(signal.SIGTERM, handler)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "during"),
-    [(Finisher, "finish", "step"), (Engine, "_pack", "backward"), (Speculator, "undo", "a second backward")],
-)
-def test_ctrl_c_at_the_worst_moments(owner: type, name: str, during: str) -> None:
-    """Three times. It comes out of a finished step, or leaves the last one."""
-    with pair(bucket_numel=1024, max_grad_norm=1.0) as (model, optimizer, twin, plain):
-        train(model, optimizer, range(3))
-        train(twin, plain, range(4 if during == "step" else 3))
-        optimizer.zero_grad()
-        if during != "backward":
-            batch(model, 3).backward()
-        original, pressed = getattr(owner, name), list[None]()
-
-        def interrupted(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            while len(pressed) < 3:
-                pressed.append(None)
-                signal.raise_signal(signal.SIGINT)
-            return result
-
-        with mock.patch.object(owner, name, interrupted), pytest.raises(KeyboardInterrupt):
-            if during == "step":
-                optimizer.step()
-            else:
-                batch(model, 3).backward()
-        for seeds in (range(0), range(4, 6)):
-            train(model, optimizer, seeds)
-            train(twin, plain, seeds)
-            assert optimizer.state_digests() == plain.state_digests()
-        check_counters(optimizer)

@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,50 +44,21 @@ def between(edit: Edit) -> Callable[[nn.Module, Optimizer], None]:
     return scenario
 
 
-def each(name: str, change: Callable[[Tensor], object]) -> Edit:
-    """Of the state of every parameter."""
-
-    def edit(model: nn.Module, optimizer: Optimizer) -> None:
-        for param in model.parameters():
-            change(optimizer.state[param][name])
-
-    return edit
-
-
 def assigned(model: nn.Module, optimizer: Optimizer) -> None:
     entry = optimizer.state[first(model)]
     entry["exp_avg"] = -entry["exp_avg"]
 
 
-def one_replaced(model: nn.Module, optimizer: Optimizer) -> None:
+def replaced(model: nn.Module, optimizer: Optimizer) -> None:
     param = first(model)
-    optimizer.state[param] = {
-        "step": torch.tensor(1.0),
-        "exp_avg": torch.full_like(param, 0.25),
-        "exp_avg_sq": torch.full_like(param, 0.5),
-    }
-
-
-def exchanged(model: Any, optimizer: Optimizer) -> None:
-    param, other = model[0].bias, model[2].bias
-    optimizer.state[param], optimizer.state[other] = optimizer.state[other], optimizer.state[param]
+    moments = {"exp_avg": torch.full_like(param, 0.25), "exp_avg_sq": torch.full_like(param, 0.5)}
+    optimizer.state[param] = {"step": torch.tensor(1.0), **moments}
 
 
 FORMS: list[dict[str, Any]] = [{"state_dtype": "bf16"}, {"state_dtype": "8bit"}, {"master_dtype": "split"}]
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [
-        each("exp_avg", lambda tensor: tensor.numpy().fill(0.5)),
-        assigned,
-        lambda model, optimizer: optimizer.state[first(model)].update(step=torch.tensor(7.0)),
-        lambda model, optimizer: optimizer.state.pop(first(model)),
-        lambda model, optimizer: setattr(optimizer, "state", defaultdict(dict)),
-        one_replaced,
-        exchanged,
-    ],
-)
+@pytest.mark.parametrize("edit", [assigned, replaced])  # more of these: tests/fuzz
 def test_an_edit_before_step_counts_as_in_torch(edit: Edit) -> None:
     assert check_scenario(between(edit), max_grad_norm=100.0, bucket_numel=1024)["buckets_committed"] > 0
 

@@ -337,10 +337,10 @@ def test_masters_that_do_not_fit_are_refused() -> None:
             assert optimizer.state_digests() == before
 
 
-def on_a_gpu(numel: int = 8) -> nn.Parameter:
+def on_a_gpu() -> nn.Parameter:
     """As far as shapes and devices go."""
     with FakeTensorMode():
-        return nn.Parameter(torch.empty(numel, device="cuda"))
+        return nn.Parameter(torch.empty(8, device="cuda"))
 
 
 def test_parameters_on_several_devices_are_refused() -> None:

@@ -108,32 +108,20 @@ def losses(output: str) -> list[float]:
     return [float(value) for value in re.findall(r"loss (?:[\d.]+ -> )?([\d.]+)", output)]
 
 
-PLAIN = ("plain.py", "--text", "{text}", "--out", "{out}", "--steps", "15", "--save-steps", "5")
+PLAIN = ("plain.py", "--text", "{text}", "--out", "{out}", "--steps", "9", "--save-steps", "3")
 FSDP2 = (*TORCHRUN, "--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node")
 FINETUNE = ("finetune.py", "--out", "{out}", "--steps", "8", "--batch", "12")
 # The longest first.
 SCRIPTS: dict[str, tuple[str, ...]] = {
-    "demo": (
-        "demo.py",
-        "--data",
-        "{text}",
-        "--out",
-        "{out}",
-        "--first-steps",
-        "12",
-        "--steps",
-        "12",
-        "--device",
-        "cpu",
-    ),
+    "demo": ("demo.py", "--data", "{text}", "--out", "{out}", "--first-steps", "6", "--steps", "5", "--device", "cpu"),
     "finetune": (*FINETUNE, "--speculation", "always"),
     "finetune by trainer": (*FINETUNE, "--speculation", "never", "--trainer"),
     "finetune in bfloat16": (*FINETUNE, "--dtype", "bfloat16", "--steps", "2", "--batch", "4", "--held-out", "8"),
-    "fsdp2": (*FSDP2, "2", "fsdp2.py", "--text", "{text}", "--out", "{out}", "--steps", "6", "--save-steps", "3"),
+    "fsdp2": (*FSDP2, "2", "fsdp2.py", "--text", "{text}", "--out", "{out}", "--steps", "4", "--save-steps", "2"),
     "plain": PLAIN,
-    "trainer": ("trainer.py", "--text", "{text}", "--out", "{out}", "--family", "gpt-oss", "--steps", "12"),
+    "trainer": ("trainer.py", "--text", "{text}", "--out", "{out}", "--family", "gpt-oss", "--steps", "8"),
     "grpo": ("grpo.py", "--text", "{text}", "--out", "{out}"),
-    "sft": ("sft.py", "--text", "{text}", "--out", "{out}", "--steps", "10"),
+    "sft": ("sft.py", "--text", "{text}", "--out", "{out}", "--steps", "8"),
     "sft, adapter": ("sft.py", "--text", "{text}", "--out", "{out}", "--steps", "3", "--lora", "--family", "llama"),
 }
 
@@ -164,9 +152,9 @@ def test_fsdp2(output: Script, text: str, folders: dict[str, Path]) -> None:
     found = losses(output("fsdp2"))
     folder = folders["fsdp2"]
     assert found[-1] < found[0]
-    assert sorted(path.name for path in folder.iterdir()) == ["step-3", "step-6"]
-    common = ["fsdp2.py", "--text", text, "--out", str(folder), "--save-steps", "8"]
-    more = run(*FSDP2, "1", *common, "--steps", "8", "--resume")
+    assert sorted(path.name for path in folder.iterdir()) == ["step-2", "step-4"]
+    common = ["fsdp2.py", "--text", text, "--out", str(folder), "--save-steps", "6"]
+    more = run(*FSDP2, "1", *common, "--steps", "6", "--resume")
     assert losses(more)[-1] < found[0]
 
 
@@ -188,8 +176,8 @@ def test_plain(output: Script, text: str, folders: dict[str, Path]) -> None:
     straight, folder = output("plain"), folders["plain"]
     found = losses(straight)
     assert found[-1] < 0.8 * found[0]
-    assert sorted(path.name for path in folder.iterdir()) == ["step-10", "step-15"]
-    (folder / "step-15").rename(folder / "gone")
+    assert sorted(path.name for path in folder.iterdir()) == ["step-6", "step-9"]
+    (folder / "step-9").rename(folder / "gone")
     (folder / "gone" / "manifest.json").unlink()
     resumed = run(*(part.format(text=text, out=folder) for part in PLAIN), "--resume")
     assert resumed.splitlines()[-1].split("masters")[1] == straight.splitlines()[-1].split("masters")[1]

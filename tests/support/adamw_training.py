@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.engine.schedule import MODES
-from tests.support.engine_rig import COUNTERS
 from tests.support.quick_python import QuickPython
 
 torch.set_num_threads(1)  # of torch's own: these models are too small for more, and idle ones would spin
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+COUNTERS = ("buckets_committed", "buckets_replayed", "buckets_undone", "buckets_skipped", "buckets_abandoned")
 
 
 class TorchAdamW(torch.optim.AdamW):

@@ -49,38 +49,6 @@ def words(tensor: Tensor) -> list[int]:
     return bit_sums(tensor.view(torch.uint8).numpy().tobytes())
 
 
-def test_they_are_of_what_the_stream_has_written_by_then(fake: Fake) -> None:
-    """Behind a write that was enqueued before, in front of one that is enqueued after; nothing waits until compared."""
-    with summing(fake) as (sums, _):
-        memory, first, second = (values_of(3000, seed) for seed in range(3))
-        before = memory.clone()
-        fake.sleep(LATER)
-        fake.write(fake.current, memory, first)
-        taken = sums.of([memory])
-        assert torch.equal(memory, before), "it has waited for the stream"
-        fake.write(fake.current, memory, second)
-        assert sums.changed(taken, [memory]) == [True]
-        fake.write(fake.current, memory, first)
-        assert sums.changed(taken, [memory]) == [False]
-        assert sums_at(taken[0], 3) == words(first)
-
-
-def test_many_at_once_take_one_launch_and_nothing_none(fake: Fake) -> None:
-    with summing(fake) as (sums, _):
-        nothing = [torch.zeros(0), torch.zeros(0, dtype=torch.bfloat16)]
-        assert sums.changed(sums.of(nothing), nothing) == [False, False]
-        assert sums.of([]) == sums.changed([], []) == []
-        assert fake.calls("cuLaunchKernel") == 0
-        for count in (1, 500, 3):
-            tensors = [values_of(1 + 7 * i, i) for i in range(count)]
-            before = [fake.calls(name) for name in ("sum_bits", "compare_bits")]
-            taken = sums.of(tensors)
-            fake.synchronize()
-            tensors[-1][0] += 1
-            assert sums.changed(taken, tensors) == [False] * (count - 1) + [True]
-            assert [fake.calls(name) for name in ("sum_bits", "compare_bits")] == [one + 1 for one in before]
-
-
 def test_tables_are_used_again_and_never_too_early(fake: Fake) -> None:
     with summing(fake) as (sums, _):
         tensors = [values_of(2500, seed) for seed in range(40)]
@@ -114,22 +82,6 @@ def test_no_room_and_a_device_that_does_not_answer_or_has_failed_are_errors(fake
         fake.breaks(700)
         with pytest.raises(DeviceError, match="ILLEGAL_ADDRESS"):
             sums.changed(taken, [tensor])
-
-
-@pytest.mark.parametrize("symbol", ["cuLaunchKernel", "cuEventRecord"])
-def test_what_the_driver_refuses_is_an_error_and_its_table_stays_in_use(fake: Fake, symbol: str) -> None:
-    """Until what was enqueued before is over; for ever, where no event tells."""
-    with summing(fake) as (sums, _):
-        tensor = values_of(100, 0)
-        taken = sums.of([tensor])
-        fake.fail(symbol, 719)
-        with pytest.raises(DeviceError, match=r"noticing edits: .*CUDA_ERROR_LAUNCH_FAILED"):
-            sums.changed(taken, [tensor])
-        fake.fail(symbol, 0)
-        assert sums.changed(taken, [tensor]) == [False]
-        assert sums.drain(5.0 if symbol != "cuEventRecord" else 0.0) == (symbol != "cuEventRecord")
-        tensor[3] = 7.0
-        assert sums.changed(taken, [tensor]) == [True]
 
 
 # ---- whole optimizers -----------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import copy
 import gc
 import io
 import pickle
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -294,18 +293,3 @@ def test_what_was_added_or_set_to_zero_takes_no_memory(fake: Fake) -> None:
         assert freed(model) == [True] * 6
 
     run(program, fake=fake)
-
-
-def test_backwards_in_threads(fake: Fake) -> None:
-    def in_threads(model: nn.Module, optimizer: AdamW) -> None:
-        for seed in range(3):
-            optimizer.zero_grad()
-            for loss in [batch(model, 10 * seed + i) for i in range(2)]:
-                thread = threading.Thread(target=loss.backward)
-                thread.start()
-                for grad in grads_of(model):  # while the other thread packs, frees and adds
-                    assert grad.dim() in (1, 2)
-                thread.join()
-            optimizer.step()
-
-    check(fake, in_threads)

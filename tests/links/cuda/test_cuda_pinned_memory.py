@@ -117,34 +117,6 @@ def test_memory_that_is_refused_when_buckets_are_laid_out_anew(fake: Fake) -> No
         assert optimizer.state_digests() == expected
 
 
-def test_a_group_whose_memory_is_refused_is_stepped_once_there_is_some(fake: Fake) -> None:
-    def step(first: nn.Module, second: nn.Module, optimizer: AdamW, seed: int) -> None:
-        optimizer.zero_grad()
-        second(first(torch.full((2, 8), 0.1 * seed))).square().mean().backward()
-        optimizer.step()
-
-    digests = []
-    for refused in (0, 2):
-        torch.manual_seed(0)
-        first, second = nn.Linear(8, 8), nn.Linear(8, 8)
-        with on_fake_device(fake) as links, AdamW(first.parameters(), threads=1) as optimizer:
-            step(first, second, optimizer, 1)
-            fake.synchronize()
-            links[0].fake_device.refused = refused
-            for name in ("weight", "bias"):
-                group = {"params": [getattr(second, name)]}
-                if refused:
-                    with pytest.raises(DeviceError, match="out of memory"):
-                        optimizer.add_param_group(group)
-                else:
-                    optimizer.add_param_group(group)
-            for seed in (2, 3):
-                step(first, second, optimizer, seed)
-                fake.synchronize()
-            digests.append(optimizer.state_digests())
-    assert digests[0] == digests[1]
-
-
 def test_host_memory_that_is_refused_is_a_device_error(fake: Fake) -> None:
     with (
         training(fake) as (_, optimizer),
