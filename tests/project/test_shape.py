@@ -45,6 +45,8 @@ def private_names(tree: ast.AST) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
             yield node.attr
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):  # a dataclass's field
+            yield node.target.id
 
 
 def is_self(node: ast.expr) -> bool:
