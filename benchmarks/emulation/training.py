@@ -134,7 +134,7 @@ class EmulatedTraining:
         gradients, norm = self._gradients[self._steps % _VARIETY]
         max_grad_norm = norm / self._norm if clips else norm * _NORM
         for shard in engine.shards:
-            engine.tail.land(shard)
+            engine.last_step.land(shard)
             clock.advance(workload.first_forward / workload.layers)
         clock.advance(workload.between)
         engine.speculator.expect(unscale=1.0, max_grad_norm=max_grad_norm)

@@ -17,6 +17,7 @@ from torch import Tensor
 from superoffload.engine.bucket import Bucket, BucketState, GroupHyper, Shard, sums_of_squares
 from superoffload.engine.executor import Executor
 from superoffload.engine.inbox import Inbox, Packer
+from superoffload.engine.last_step import LastStep
 from superoffload.engine.layout import Layout
 from superoffload.engine.moments import read_exp_avg, read_exp_avg_sq
 from superoffload.engine.options import EngineOptions, Listener, Pool, Recorder
@@ -24,7 +25,6 @@ from superoffload.engine.placement import Placer
 from superoffload.engine.snapshot import Snapshots
 from superoffload.engine.stats import Stats
 from superoffload.engine.stepping import Finisher, Speculator
-from superoffload.engine.tail import Tail
 from superoffload.engine.verdict import SumExchange, Verdict, decide
 from superoffload.errors import DeviceError, StateError
 from superoffload.links.base import Link
@@ -58,7 +58,7 @@ class Engine:
         pool = recorder.wrap_pool(options.make_pool())
         self.executor = Executor(link, pool, schedule, hyper_of, options.clock)
         self.layout = Layout(link, options, schedule, listener, placer, self.snapshots.protect)
-        self.tail = Tail(link, self.layout, self.executor, schedule, listener, recorder)
+        self.last_step = LastStep(link, self.layout, self.executor, schedule, listener, recorder)
         self.inbox = Inbox(link, self.layout)
         self.packer = Packer(link, self.layout, self.inbox, self.executor, listener)
         self.speculator = Speculator(link, self.layout, self.inbox, self.executor, schedule, self.snapshots, stats)
@@ -107,7 +107,7 @@ class Engine:
         narrow = [shard for shard in shards if shard.gradient_dtype != torch.float32]
         if not narrow:
             return
-        self.tail.finish()
+        self.last_step.finish()
         if any(bucket.state is not BucketState.FILLING for bucket in self.layout.buckets) or self.inbox.has_released:
             return
         for shard in narrow:
@@ -138,9 +138,9 @@ class Engine:
             self.link.check_stream()
         if self.layout.lacks_buckets:
             self.layout.attach_waiting()
-        if self.tail.undelivered or self.tail.unsettled:
+        if self.last_step.undelivered or self.last_step.unsettled:
             for shard, _ in arrivals:
-                self.tail.finish(shard)
+                self.last_step.finish(shard)
         if self._incomplete:
             self._reopen(arrivals)
         for bucket in self.inbox.take(arrivals, in_backward=in_backward):
@@ -205,7 +205,7 @@ class Engine:
         try:
             self.packer.await_earlier_part(bucket, bucket.arrival)
         except DeviceError:
-            self.tail.finish()  # the step before reports its failures itself
+            self.last_step.finish()  # the step before reports its failures itself
             self._abandon_step()
             self.executor.take_failure()
             raise
@@ -229,7 +229,7 @@ class Engine:
 
     def restore(self, shard: Shard) -> None:
         """Undoes speculation on ``shard`` before its master is written; its packed gradient stays."""
-        self.tail.finish(shard)
+        self.last_step.finish(shard)
         for bucket in self.layout.buckets_of(shard):
             self.speculator.undo(bucket)
         self._abandon_what_is_lost()
@@ -238,14 +238,14 @@ class Engine:
     def reveal(self, shard: Shard) -> None:
         """Brings the state of ``shard`` to the end of the last finished step, since a program reads or writes it.
         Failures wait for the end of the step."""
-        self.tail.settle(shard)
+        self.last_step.settle(shard)
         for bucket in self.layout.buckets_of(shard):
             self.speculator.undo(bucket)
         self.snapshots.protect([shard])
 
     def quiesce(self) -> None:
         """Brings masters and moments to the end of the last finished step; packed gradients stay packed."""
-        self.tail.finish()
+        self.last_step.finish()
         for bucket in self.layout.buckets:
             self.speculator.undo(bucket)
         self._abandon_what_is_lost()
@@ -271,7 +271,7 @@ class Engine:
         if self.link.in_streams:
             self.link.check_stream()
         deciding, held_up = self._clock(), self.executor.stopwatch.held_up_so_far
-        self.tail.finish()
+        self.last_step.finish()
         self._recorder.deciding()
         for bucket in self.layout.buckets:
             if bucket.state is BucketState.FILLING and any(bucket.present):
@@ -313,8 +313,8 @@ class Engine:
     def apply(self, verdict: Verdict, *, later: bool = False) -> None:
         """Commits, replays or steps every bucket that has gradients, and delivers; or skips the step on found_inf.
 
-        ``later``: buckets may still be stepped when this returns, and ``tail.land()`` delivers them. Until then their
-        gradients must stay where they are.
+        ``later``: buckets may still be stepped when this returns, and ``last_step.land()`` delivers them. Until then
+        their gradients must stay where they are.
 
         Raises WorkerError if a worker failed. If it failed during speculation, the step was abandoned and nothing has
         changed. If it failed after the verdict, or other ranks share the verdict, the step was completed.
@@ -347,7 +347,7 @@ class Engine:
             raise
         for bucket in on_host:
             self.finisher.finish(bucket, verdict.gradient_factor)
-        self.tail.leave(on_host)
+        self.last_step.take(on_host)
         for shard in self.inbox.shards():
             shard.steps += 1
         self._stats.add(steps=1, clipped_steps=verdict.clip_coefficient < 1.0)
@@ -356,10 +356,10 @@ class Engine:
             if bucket.held is not None:  # a program may read its state as soon as step() has returned
                 self.executor.wait(bucket)
         if not later:
-            self.tail.deliver(on_host)
+            self.last_step.deliver(on_host)
         elif self.link.asynchronous:
-            self.tail.land_staged()
-            self.tail.send_up([bucket for bucket in on_host if bucket in self.tail.undelivered])
+            self.last_step.land_staged()
+            self.last_step.send_up([bucket for bucket in on_host if bucket in self.last_step.undelivered])
 
     def _end_all_speculation(self) -> None:
         """Waits for all speculated buckets; if a worker failed, abandons the step before anything is delivered.
@@ -376,7 +376,7 @@ class Engine:
         """Ends the step with nothing changed, because the user never called ``step()``."""
         if not self.inbox.arrived:
             return
-        self.tail.finish()
+        self.last_step.finish()
         with self.executor.caller_at_work():
             self._abandon_step()
             self._raise_failure()
@@ -392,7 +392,7 @@ class Engine:
         if lost is None:
             return
         failure = self.executor.take_failure() or DeviceError(lost)
-        self.tail.finish()  # the step before reports its failures itself
+        self.last_step.finish()  # the step before reports its failures itself
         self.executor.fail(failure)
         self._abandon_step()
 
@@ -409,7 +409,7 @@ class Engine:
         """Has every part forget this step. ``whole``: backward ended, so the order of its gradients is known."""
         self._recorder.end_step(self.layout.buckets)
         for bucket in self.layout.buckets:
-            if not self.tail.holds(bucket):
+            if not self.last_step.holds(bucket):
                 bucket.renew()
         self.executor.stopwatch.step_ended()
         self.executor.forget_hypers()
@@ -429,13 +429,13 @@ class Engine:
         if measured is None:
             placer.wait_longer()
             return
-        self.tail.land()
-        self.tail.settle()
+        self.last_step.land()
+        self.last_step.settle()
         self.layout.place_by(measured)
 
     def _raise_failure(self) -> None:
         """Raises the failure of this step, or else of the one before."""
-        failure = self.executor.take_failure() or self.tail.take_failure()
+        failure = self.executor.take_failure() or self.last_step.take_failure()
         if failure is not None:
             raise failure
 
@@ -454,7 +454,7 @@ class Engine:
     def close(self) -> None:
         """Undoes speculation and ends the worker threads."""
         try:
-            self.tail.finish()
+            self.last_step.finish()
             self.abandon()
             self._raise_failure()
         finally:

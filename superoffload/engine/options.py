@@ -43,8 +43,8 @@ class EngineOptions:
     """Holds the options of an engine.
 
     ``bucket_numel`` None means a 32nd of the parameters, within 64 Ki and 32 Mi elements. ``cpus`` has one per thread.
-    ``two_phase`` allows to publish first and settle behind the next forward. Then call ``Engine.tail.settle()`` before
-    you read or write masters, moments, or gradients that are not copied. ``schedule`` replaces the one that
+    ``two_phase`` allows to publish first and settle behind the next forward. Then call ``Engine.last_step.settle()``
+    before you read or write masters, moments, or gradients that are not copied. ``schedule`` replaces the one that
     ``speculation`` names; ``clock`` and ``pool`` replace real time and real threads."""
 
     speculation: str

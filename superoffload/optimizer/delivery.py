@@ -370,7 +370,7 @@ class Undelivered:
 
     def must_wait(self) -> bool:
         """Returns whether this thread must wait before it reads a parameter."""
-        if not self._engine.tail.is_landing or self._lifetime.closed:
+        if not self._engine.last_step.is_landing or self._lifetime.closed:
             return False
         return self._delivering != threading.get_ident()
 
@@ -378,7 +378,7 @@ class Undelivered:
         """Returns names and values of the parameters that must not be read now."""
         if not self.must_wait():
             return []
-        return [(shard.name, shard.target()) for shard in self._engine.tail.landing_shards().values()]
+        return [(shard.name, shard.target()) for shard in self._engine.last_step.landing_shards().values()]
 
 
 class Delivery:
@@ -446,7 +446,7 @@ class OnDemand(Delivery):
         if params is not None:
             found = map(self._params.get, params)
             shards = [tracked.shard for tracked in found if tracked is not None]
-            if not self._engine.tail.is_landing_any(shards):
+            if not self._engine.last_step.is_landing_any(shards):
                 return
         if self._lifetime.work.forked:
             raise StateError(
@@ -457,7 +457,7 @@ class OnDemand(Delivery):
             self._lifetime.check_usable(closed_too=True)
             for stream in streams:
                 self._engine.link.read_on(stream)
-            self._engine.tail.land(shards)
+            self._engine.last_step.land(shards)
 
     # ---- the step ---------------------------------------------------------------------------------------------
 

@@ -99,7 +99,7 @@ class OtherRanks(Ranks):
     @contextmanager
     def deciding(self) -> Iterator[None]:
         """Tells the other ranks of an error inside, so that none of them waits for this one."""
-        self._engine.tail.settle()  # each rank sends samples of masters
+        self._engine.last_step.settle()  # each rank sends samples of masters
         self.session.begin()
         try:
             yield
@@ -128,14 +128,14 @@ class OtherRanks(Ranks):
     def conclude(self, verdict: Verdict) -> None:
         """Has the session compare the step with those of other ranks, now or, if it is still under way, later."""
         applied, factor = not verdict.found_inf, verdict.gradient_factor
-        if not (self._engine.tail.is_landing or self._engine.tail.is_settling):
+        if not (self._engine.last_step.is_landing or self._engine.last_step.is_settling):
             self.session.ended(applied=applied, factor=factor)
             return
         self.session.count(applied=applied, factor=factor)
         self._look_is_due = True
         if self.session.full_check_is_due:
-            self._engine.tail.land()
-            self._engine.tail.settle()
+            self._engine.last_step.land()
+            self._engine.last_step.settle()
             self.look()
             self.session.check_everything()
 
@@ -144,9 +144,9 @@ class OtherRanks(Ranks):
         if not self._look_is_due:
             return
         self._look_is_due = False
-        self._engine.tail.land()
+        self._engine.last_step.land()
         seen = self.session.seen_next()
         for held in seen:
-            self._engine.tail.settle(held.shard)
+            self._engine.last_step.settle(held.shard)
         self._master_updates.follow_all(find_edits(self._params[held.param] for held in seen))
         self.session.look()

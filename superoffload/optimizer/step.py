@@ -98,7 +98,7 @@ class Step:
         engine = self._engine
         if engine.link.in_streams:
             engine.link.check_stream()
-        engine.tail.land()
+        engine.last_step.land()
         self._ranks.look()
         self._intake.check_finished()
         self._intake.take_waiting()
@@ -152,7 +152,7 @@ class Step:
     def _remember(self) -> None:
         everything = list(self._params)
         ours, outdated = everything, list[TrackedParam]()
-        landing = self._engine.tail.landing_shards()
+        landing = self._engine.last_step.landing_shards()
         if landing:
             outdated = [tracked for tracked in everything if tracked.shard.index in landing]
             ours = [tracked for tracked in everything if tracked.shard.index not in landing]

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import _native
 from superoffload.engine.bucket import Bucket, BucketState
+from superoffload.engine.last_step import LastStep
 from superoffload.engine.schedule import Schedule
-from superoffload.engine.tail import Tail
 from superoffload.integrations.fsdp2 import ShardedModule
 from tests.support.fsdp2_cases import Case, build, train
 from tests.support.rank_faults import assert_found, train_until_error
@@ -81,17 +81,17 @@ def test_ddp_has_the_bits_of_eager_delivery() -> None:
 def in_two_phases(delivery: str, case: Case) -> None:
     """Every step publishes first and settles as late as can be; no check may look at masters before that."""
 
-    def behind(tail: Tail) -> None:
-        published = (b for b in tail._layout.buckets if b.state is BucketState.PUBLISHED)
-        tail.unsettled.update((b, _native.Completion()) for b in published)
+    def behind(last_step: LastStep) -> None:
+        published = (b for b in last_step._layout.buckets if b.state is BucketState.PUBLISHED)
+        last_step.unsettled.update((b, _native.Completion()) for b in published)
 
-    def settled(tail: Tail, bucket: Bucket) -> None:
-        tail._executor.pool.submit(bucket.work, _native.Operation.settle, 1, bucket.running).wait()
+    def settled(last_step: LastStep, bucket: Bucket) -> None:
+        last_step._executor.pool.submit(bucket.work, _native.Operation.settle, 1, bucket.running).wait()
 
     with (
         mock.patch.object(Schedule, "share_to_publish", lambda schedule, situation: 1.0),
-        mock.patch.object(Tail, "_settle_behind", behind),
-        mock.patch.object(Tail, "_wait_for_settle", settled),
+        mock.patch.object(LastStep, "_settle_behind", behind),
+        mock.patch.object(LastStep, "_wait_for_settle", settled),
     ):
         published = trained(case, delivery, "never", steps=8)
     assert published == trained(case, "eager", "always", steps=8)

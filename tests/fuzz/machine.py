@@ -86,7 +86,7 @@ def _run(program: Program, world: World) -> Seen:
     with world.optimizer:
         for number, op in enumerate(program.ops):
             world.at = number
-            if world.optimizer._engine.tail.is_settling:
+            if world.optimizer._engine.last_step.is_settling:
                 world.count(f"{op['do']} while settling")
             if world.is_saving():
                 world.count(f"{op['do']} while saving")

@@ -19,9 +19,9 @@ from superoffload import _native
 from superoffload.engine.bucket import Bucket, BucketState, Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.executor import Executor
+from superoffload.engine.last_step import LastStep
 from superoffload.engine.snapshot import Snapshot
 from superoffload.engine.stepping import Finisher, Speculator
-from superoffload.engine.tail import Tail
 from superoffload.optimizer.delivery import OnDemand
 from superoffload.optimizer.edits import Edits
 from superoffload.optimizer.groups import ParamGroups
@@ -118,11 +118,11 @@ def _forgets_moments(load: Callable[..., Any]) -> Callable[..., Any]:
 def _settles_by_the_group_of_now(settle: Callable[..., Any]) -> Callable[..., Any]:
     """The scalars of a published bucket are not frozen until it is settled."""
 
-    def settled(tail: Tail) -> None:
-        for bucket in tail._layout.buckets:
+    def settled(last_step: LastStep) -> None:
+        for bucket in last_step._layout.buckets:
             if bucket.state is BucketState.PUBLISHED:
-                tail._executor.freeze(bucket, bucket.factor * 1.0000002)
-        settle(tail)
+                last_step._executor.freeze(bucket, bucket.factor * 1.0000002)
+        settle(last_step)
 
     return settled
 
@@ -193,16 +193,20 @@ MUTANTS: dict[str, Mutant] = {
         Engine, "restore", _nothing
     ),
     "two phases: nothing is settled": lambda: mock.patch.object(
-        Tail,
+        LastStep,
         "_settle_behind",
-        lambda tail: tail.unsettled.update(
-            {b: _native.Completion.already_done() for b in tail._layout.buckets if b.state is BucketState.PUBLISHED}
+        lambda last_step: last_step.unsettled.update(
+            {
+                b: _native.Completion.already_done()
+                for b in last_step._layout.buckets
+                if b.state is BucketState.PUBLISHED
+            }
         ),
     ),
     "two phases: settled with another factor than published": _replaced(
-        Tail, "_settle_behind", _settles_by_the_group_of_now
+        LastStep, "_settle_behind", _settles_by_the_group_of_now
     ),
-    "two phases: readers do not wait": lambda: mock.patch.object(Tail, "settle", _nothing),
+    "two phases: readers do not wait": lambda: mock.patch.object(LastStep, "settle", _nothing),
     "on demand: forward does not wait": lambda: mock.patch.object(OnDemand, "wait", _nothing),
     "scaler: its scale is not taken out": lambda: mock.patch.object(LossScale, "inverse", 1.0),
     "skip: nothing is taken back": _replaced(Engine, "_take_back", _takes_nothing_back),

@@ -116,7 +116,7 @@ def plain_step(model: Any, optimizer: AdamW, seed: int) -> None:
 
 
 def pending(optimizer: AdamW) -> set[str]:
-    return {shard.name for shard in optimizer._engine.tail.landing_shards().values()}
+    return {shard.name for shard in optimizer._engine.last_step.landing_shards().values()}
 
 
 @contextmanager
@@ -356,7 +356,7 @@ def in_flight():
         optimizer.zero_grad()
         model(torch.ones(2, 500)).sum().backward()
         optimizer.step()
-    assert optimizer._engine.tail.is_landing
+    assert optimizer._engine.last_step.is_landing
 
 def forking():
     child = os.fork()

@@ -196,7 +196,7 @@ class Simulation:
             if self._happens(0.5):
                 self.clock.advance(self._delay())
             if self._happens(0.5):
-                self._call(f"land {shard.index}", partial(self.engine.tail.land, shard))
+                self._call(f"land {shard.index}", partial(self.engine.last_step.land, shard))
                 self._undelivered.pop(shard.index, None)
             self._check_published(shard)
         self._meanwhile(0.15)
@@ -309,7 +309,7 @@ class Simulation:
 
     def _settle(self) -> None:
         shard = self._any_shard()
-        self._call(f"settle {shard.index}", lambda: self.engine.tail.settle(shard))
+        self._call(f"settle {shard.index}", lambda: self.engine.last_step.settle(shard))
 
     def _write(self) -> None:
         """A user writes to a parameter: what is in flight for it is taken back first."""
@@ -351,7 +351,7 @@ class Simulation:
         engine = self.engine
         self._must(not engine.is_filling, "a step left gradients behind")
         if self._happens(0.5):
-            self._call("settle", engine.tail.settle)
+            self._call("settle", engine.last_step.settle)
             for shard, plain in zip(engine.shards, self.plain.shards, strict=True):
                 self._compare(shard, plain, published=False)
         for shard, plain in zip(engine.shards, self.plain.shards, strict=True):

@@ -17,9 +17,9 @@ from superoffload import _native
 from superoffload.engine.bucket import BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.inbox import Packer
+from superoffload.engine.last_step import LastStep
 from superoffload.engine.snapshot import Snapshots
 from superoffload.engine.stepping import Finisher, Speculator
-from superoffload.engine.tail import Tail
 from tests.simulator.schedules import simulate
 from tests.simulator.simulation import BrokenPromiseError
 from tests.support.checkout import ROOT
@@ -97,7 +97,7 @@ def withdraws_too_much(speculator: Speculator) -> None:
 
 _FINISH, _DELIVER = Finisher.finish, VirtualLink.deliver
 BUGS: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "a gradient is packed over one that is not settled": (Tail, "_wait_for_settle", forgets_to_wait_for_a_settle),
+    "a gradient is packed over one that is not settled": (LastStep, "_wait_for_settle", forgets_to_wait_for_a_settle),
     "a snapshot is not asked": (Snapshots, "protect", no_op),
     "speculation is committed after a clip": (Finisher, "finish", commits_whatever_the_verdict),
     "parameters are delivered before they are stepped": (VirtualLink, "deliver", delivers_before_the_step),

@@ -118,7 +118,7 @@ def train(
             optimizer.max_grad_norm = 0.05
         optimizer.step()
         if lands and step > (0 if sharded else 1) and step != POISONED:
-            assert optimizer._engine.tail.is_landing
+            assert optimizer._engine.last_step.is_landing
         if case.evaluates:
             with torch.no_grad():
                 losses.append(loss_of(100 + step).item())

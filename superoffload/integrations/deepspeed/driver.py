@@ -216,7 +216,7 @@ class PartitionDriver:
 
     def retract(self, partition: Partition) -> None:
         """Frees a gradient for writing: ends its readers and undoes what was speculated with it."""
-        self.engine.tail.land(partition.shard)
+        self.engine.last_step.land(partition.shard)
         self.engine.retract(partition.shard)
 
     def final(self, partition: Partition, *, unscale: float, max_grad_norm: float | None) -> None:
@@ -239,7 +239,7 @@ class PartitionDriver:
                 if not trains(partition.key):
                     continue
                 self._clear(partition)
-            self.engine.tail.land(shard)
+            self.engine.last_step.land(shard)
             self.engine.arrive(shard, partition.gradient, in_backward=False)
         self.engine.decide(unscale=1.0, max_grad_norm=None)
         self.engine.await_speculation()
@@ -281,12 +281,12 @@ class PartitionDriver:
     def deliver(self, keys: Sequence[int] | None = None) -> None:
         """Brings the last step's values into the parameters' partitions. None: all of them."""
         if keys is None:
-            self.engine.tail.land()
+            self.engine.last_step.land()
             return
         for key in keys:
             partition = self.partitions.get(key)
             if partition is not None:
-                self.engine.tail.land(partition.shard)
+                self.engine.last_step.land(partition.shard)
 
     def settle(self, key: int) -> None:
         """Brings master and moments of a parameter to the last step's values, so that they may be written."""

@@ -116,7 +116,7 @@ def read_after_steps(
             continue  # DeepSpeed before 0.19 moves state of its own FusedAdam only
         for step in (2 * index + 3, 2 * index + 4):
             scenario.train(engine, range(step, step + 1))
-            outstanding.append(bool(engine.optimizer.parts.driver.engine.tail.is_landing))
+            outstanding.append(bool(engine.optimizer.parts.driver.engine.last_step.is_landing))
             seen[f"{name}, step {step}"] = [value.clone() for value in read(engine)]
     end(engine)
     return seen, outstanding

@@ -107,7 +107,7 @@ def on_demand(synchronize: Callable[[], None], delivery: str, mode: str) -> dict
             optimizer.zero_grad()
             batch(model, seed).backward()
             optimizer.step()
-            assert optimizer._engine.tail.is_landing == (delivery == "on_demand" and seed > 0)
+            assert optimizer._engine.last_step.is_landing == (delivery == "on_demand" and seed > 0)
         digests = optimizer.state_digests()
         synchronize()
         return {**digests, **optimizer.state_digests()}

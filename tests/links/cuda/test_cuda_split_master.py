@@ -59,8 +59,8 @@ def test_state_that_moves_with_every_step(fake: Fake) -> None:
 
     def move(engine: Engine, placer: Placer) -> None:
         placer.fraction = next(fractions)
-        engine.tail.land()
-        engine.tail.settle()
+        engine.last_step.land()
+        engine.last_step.settle()
         fake.synchronize()
         with mock.patch.object(Placer, "measure", lambda *_: None):
             engine.layout.place_by(mock.Mock())

@@ -23,8 +23,8 @@ from superoffload.links.base import Link
 
 
 @dataclass(eq=False, repr=False)
-class Tail:
-    """Owns the deliveries and settles that the last step left, and waits for them."""
+class LastStep:
+    """Owns the deliveries and settles that the last step has left, and waits for them."""
 
     _link: Link
     _layout: Layout
@@ -43,7 +43,7 @@ class Tail:
         """Returns whether ``bucket`` is still to be delivered or settled."""
         return bucket in self.undelivered or bucket in self.unsettled
 
-    def leave(self, buckets: Sequence[Bucket]) -> None:
+    def take(self, buckets: Sequence[Bucket]) -> None:
         """Takes stepped buckets, in forward order, to deliver them, and to settle those that were only published."""
         self._settle_behind()
         self.undelivered = dict.fromkeys(buckets)
