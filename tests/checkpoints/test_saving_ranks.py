@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from superoffload import AdamW, checkpoints
-from superoffload.checkpoints import part_files as parts
+from superoffload.checkpoints import saving
 from tests.support.over_stand_in import only_over_stand_in
 from tests.support.rank_processes import (
     Net,
@@ -117,7 +117,7 @@ def test_saved_in_the_middle_of_a_window_on_a_mesh_and_in_stages(ranks: Any, tmp
 
 def one_cannot(folder: str) -> list[str]:
     """A folder that exists; a value that only one rank cannot save; another save that takes the name: no rank saves."""
-    root, write = Path(folder), parts.write_part
+    root, write = Path(folder), saving.Job.write_part
     model, options = build("fsdp2")
 
     def taken(*arguments: Any) -> Any:
@@ -130,7 +130,7 @@ def one_cannot(folder: str) -> list[str]:
         extra = {"x": open} if dist.get_rank() == 1 else {}
         errors.append(error_of(lambda: checkpoints.save(root / "a", model, optimizer, extra=extra)))
         checkpoints.save(root / "b", model, optimizer)
-        with mock.patch("superoffload.checkpoints.saving.write_part", taken):
+        with mock.patch("superoffload.checkpoints.saving.Job.write_part", taken):
             errors.append(error_of(lambda: checkpoints.save(root / "c", model, optimizer)))
         dist.barrier()
         checkpoints.load(root / "c", model, optimizer)
@@ -160,7 +160,7 @@ def saver_dies(folder: str) -> list[str]:
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     errors = []
     with optimizer_of(model, **options) as optimizer:
-        for name, harm, timeout in (("saving.hand_in", mock.Mock(), 1.0), ("tensor_files.os.pwrite", full, 600.0)):
+        for name, harm, timeout in (("saving.Job.hand_in", mock.Mock(), 1.0), ("tensor_files.os.pwrite", full, 600.0)):
             with contextlib.ExitStack() as stack:
                 if dist.get_rank() == 1:
                     stack.enter_context(mock.patch(f"superoffload.checkpoints.{name}", harm))
