@@ -187,7 +187,7 @@ def finish(folder: Path, final: Path, content: Mapping[str, Any]) -> None:
     try:
         if (final / MANIFEST).read_bytes() != text:
             raise ArgumentError(f"{final / MANIFEST}: not what was written")
-        _check_sizes(final, content["files"])
+        _check_files(final, content["files"])
     except (ArgumentError, OSError) as error:
         raise _not_whole(final, str(error)) from error
 
@@ -230,7 +230,7 @@ def keep_only(final: Path, count: int) -> None:
     """
     going = final.parent
     try:
-        series = [path for path in finished(going) if _series(path) == _series(final) and not path.is_symlink()]
+        series = [one for one in finished(going) if _series(one) == _series(final) and not one.is_symlink()][::-1]
         if final not in series:  # without it, newer and older have no meaning
             raise _not_whole(final, f"keep={count} does not find it among the finished ones, and removed nothing")
         older = series[: series.index(final)]
@@ -289,23 +289,14 @@ def read_manifest(folder: Path) -> Manifest:
     if content.pop("checksum", None) != _checksum(content):
         raise ArgumentError(f"{path}: differs from its own checksum; take the checkpoint before it")
     try:
-        _check_files(content["files"])
+        _check_files(folder, content["files"])
         tensors = {key: _pieces(key, parts, content["files"]) for key, parts in content["tensors"].items()}
+    except ArgumentError:
+        raise
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         why = shortened(f"{type(error).__name__}: {error}")
         raise ArgumentError(f"{path}: {why}; the manifest is damaged, or not of superoffload") from error
-    _check_sizes(folder, content["files"])
     return Manifest(content["files"], tensors)
-
-
-def _check_files(files: Mapping[str, Any]) -> None:
-    """Raises an error of any kind for what is no dict of files."""
-    for name in (STATE, *files):
-        if not (name == STATE or _PART.fullmatch(name)):
-            raise ValueError(f"expected files {STATE} and rank-NUMBER.safetensors, found {name}")
-        checksum = files[name]["sha256" if name == STATE else "header"]
-        if type(files[name]["bytes"]) is not int or not isinstance(checksum, str):
-            raise ValueError(f"{name}: expected a number of bytes and a checksum")
 
 
 def _pieces(key: str, parts: list[Mapping[str, Any]], files: Mapping[str, Any]) -> list[Stored]:
@@ -322,17 +313,24 @@ def _pieces(key: str, parts: list[Mapping[str, Any]], files: Mapping[str, Any]) 
     return stored
 
 
-def _check_sizes(folder: Path, files: Mapping[str, Any]) -> None:
-    """Raises ArgumentError unless all files are there and regular, and have the sizes that the manifest says."""
-    for path, expected in ((folder / name, one["bytes"]) for name, one in files.items()):
+def _check_files(folder: Path, files: Mapping[str, Any]) -> None:
+    """Raises ArgumentError unless all files are there and regular, and have the sizes that the manifest says; an error
+    of any kind for what is no dict of files."""
+    if STATE not in files:
+        raise ValueError(f"expected a file {STATE}")
+    for name, one in files.items():
+        size, checksum = one["bytes"], one["sha256" if name == STATE else "header"]
+        if not (name == STATE or _PART.fullmatch(name)) or type(size) is not int or not isinstance(checksum, str):
+            raise ValueError(f"{name}: expected {STATE} and rank-NUMBER.safetensors, each with bytes and a checksum")
+        path = folder / name
         try:
-            size = path.stat().st_size if os.path.isfile(path) else None
+            found = path.stat().st_size if os.path.isfile(path) else None
         except OSError as error:
             raise ArgumentError(f"{path}: {error.strerror}; the checkpoint is not whole") from error
-        if size is None:
+        if found is None:
             raise ArgumentError(f"{path}: no regular file is there; the checkpoint is not whole")
-        if size != expected:
-            raise ArgumentError(f"{path}: {size} bytes, the manifest says {expected}; the file is damaged")
+        if found != size:
+            raise ArgumentError(f"{path}: {found} bytes, the manifest says {size}; the file is damaged")
 
 
 def _instead_of_a_manifest(folder: Path) -> str:
@@ -348,26 +346,21 @@ def _instead_of_a_manifest(folder: Path) -> str:
     )
 
 
-def finished(root: str | os.PathLike[str]) -> list[Path]:
-    """Returns the checkpoints below ``root`` whose files have their manifests' sizes, by the numbers in their names.
-
-    Raises OSError if ``root`` cannot be listed.
-    """
-    return list(_finished(root))[::-1]
-
-
 def latest(root: str | os.PathLike[str]) -> Path | None:
     """Returns the newest whole checkpoint below ``root`` (by the number in its name, as in ``step-100``), or None.
 
     It passes over what it cannot read.
     """
     with contextlib.suppress(OSError, ValueError):  # root is absent, not a folder, or not a possible path
-        return next(_finished(root), None)
+        return next(finished(root), None)
     return None
 
 
-def _finished(root: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields the newest first."""
+def finished(root: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields the checkpoints below ``root`` whose files have their manifests' sizes, from the highest number down.
+
+    Raises OSError if ``root`` cannot be listed.
+    """
     inside = [path for path in Path(root).iterdir() if not path.name.startswith(".")]
     inside = [path for path in inside if os.path.isfile(path / MANIFEST)]
     for path in sorted(inside, key=_order, reverse=True):

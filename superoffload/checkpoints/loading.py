@@ -6,7 +6,6 @@ import hashlib
 import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -68,13 +67,13 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer 
         other = _other_values(stored, named, whole)
         load_model = partial(_load_model, named, _model_values(stored, named, whole), other)
         if optimizer is None:
-            return stored.state.extra, partial(_told_apart, load_model)
+            return stored.extra, partial(_told_apart, load_model)
         state = _optimizer_state(stored, optimizer, named, whole)
         if not isinstance(optimizer, AdamW):
-            return stored.state.extra, partial(_told_apart, partial(_load_torch, optimizer, named, state), load_model)
+            return stored.extra, partial(_told_apart, partial(_load_torch, optimizer, named, state), load_model)
         optimizer.check_usable(to_load=True)
         ours = optimizer.parts.state
-        return stored.state.extra, partial(ours.take_over, ours.check(state), "load()", load_model)
+        return stored.extra, partial(ours.take_over, ours.check(state), "load()", load_model)
 
     extra, commit = named.on_all_ranks("load()", verified)
     commit()
@@ -84,61 +83,52 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer 
 # ---- what is on disk, compared with its checksums -----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _State:
-    """Holds the contents of ``state.pt``. ``groups`` list parameters by name."""
-
-    groups: list[dict[str, Any]]
-    steps: dict[str, int]
-    other: dict[str, Any]
-    aliases: dict[str, str]
-    extra: Any
-
-
 class _Checkpoint:
-    """Reads the checkpoint in ``folder``, and compares all that it reads with the manifest's checksums."""
+    """Reads the checkpoint in ``folder``, and compares all that it reads with the manifest's checksums.
+
+    The attributes ``groups``, which list parameters by name, to ``extra`` are the contents of ``state.pt``.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files, self.tensors = read_manifest(folder)
-        self.state = self._read_state()
         self._file = cache(self._open)  # each file's header is read once
-
-    def names(self, prefix: str) -> set[str]:
-        return {key.removeprefix(prefix) for key in self.tensors if key.startswith(prefix)}
-
-    def _read_state(self) -> _State:
-        path = self.folder / STATE
+        path = folder / STATE
         try:
             data = path.read_bytes()
         except OSError as error:
             raise ArgumentError(f"{path}: {error.strerror}; the checkpoint is not whole") from error
         _compare(path, "", data, self._files[STATE]["sha256"])
         try:
-            state = _State(**torch.load(io.BytesIO(data), weights_only=True))
-            problem = self._problem_of(state)
+            content = torch.load(io.BytesIO(data), weights_only=True)
+            self.groups: list[dict[str, Any]] = content["groups"]
+            self.steps: dict[str, int] = content["steps"]
+            self.other: dict[str, Any] = content["other"]
+            self.aliases: dict[str, str] = content["aliases"]
+            self.extra: dict[str, Any] = dict(content["extra"])
+            problem = self._problem()
         except Exception as error:  # of any kind: the unpickler assumes intact input
             first = next(iter(str(error).splitlines()), type(error).__name__)
             raise ArgumentError(f"{path}: cannot be read safely ({shortened(first)})") from error
         if problem:
             raise ArgumentError(f"{path}: {problem}; it is damaged, or not of superoffload")
-        return state
 
-    def _problem_of(self, state: _State) -> str:
+    def _problem(self) -> str:
         """Returns what does not fit together in a checkpoint that another program may have made."""
-        names = [*state.other, *state.aliases, *(name for group in state.groups for name in group["params"])]
-        if not isinstance(state.extra, dict):
-            return "expected a dict of what the program saved"
+        names = [*self.other, *self.aliases, *(name for group in self.groups for name in group["params"])]
         if not all(isinstance(name, str) for name in names):
             return "expected names of parameters and buffers"
-        if not all(type(count) is int and 0 <= count <= _MOST_STEPS for count in state.steps.values()):
+        if not all(type(count) is int and 0 <= count <= _MOST_STEPS for count in self.steps.values()):
             return "expected numbers of steps"
-        stepped, masters = set(state.steps), self.names(MASTER)
+        stepped, masters = set(self.steps), self.names(MASTER)
         if not stepped == self.names(EXP_AVG) == self.names(EXP_AVG_SQ) or masters not in (set(), stepped):
             return "expected exp_avg, exp_avg_sq, a number of steps and, of all or none, masters of the same parameters"
-        if not all(MODEL + name in self.tensors for name in state.aliases.values()):
+        if not all(MODEL + name in self.tensors for name in self.aliases.values()):
             return "expected tied names of tensors in the checkpoint"
         return ""
+
+    def names(self, prefix: str) -> set[str]:
+        return {key.removeprefix(prefix) for key in self.tensors if key.startswith(prefix)}
 
     def values(self, key: str, own: Piece) -> Values:
         """Returns the elements of ``own``, a piece of entry ``key``."""
@@ -205,10 +195,10 @@ def _refuse_differing(stored: _Checkpoint, what: str, saved: set[str], ours: set
 def _other_values(stored: _Checkpoint, named: Named, whole: Whole) -> dict[str, Any]:
     """Returns what modules' ``set_extra_state`` will get; other entries that are not tensors must equal the model's."""
     tensors = set(filter(is_extra_state, stored.names(MODEL)))  # extra state that was a tensor when it was saved
-    _refuse_differing(stored, "the extra state ", set(stored.state.other) | tensors, set(whole.other))
+    _refuse_differing(stored, "the extra state ", set(stored.other) | tensors, set(whole.other))
     found = {}
     for name in named.other:  # on another rank there may be more
-        value = _whole_tensor(stored, MODEL + name) if name in tensors else stored.state.other[name]
+        value = _whole_tensor(stored, MODEL + name) if name in tensors else stored.other[name]
         module = named.modules.get(name)
         if module is not None and type(module).set_extra_state is not nn.Module.set_extra_state:
             found[name] = value
@@ -241,7 +231,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _model_values(stored: _Checkpoint, named: Named, whole: Whole) -> dict[str, Values]:
     """Returns this rank's part of the model's own tensors."""
-    aliases = stored.state.aliases
+    aliases = stored.aliases
     saved = {name for name in stored.names(MODEL) if not is_extra_state(name)}
     _refuse_differing(stored, "", saved | set(aliases), whole.names)
     for tied, name in named.aliases.items():
@@ -261,7 +251,7 @@ def _model_values(stored: _Checkpoint, named: Named, whole: Whole) -> dict[str, 
 
 def _optimizer_state(stored: _Checkpoint, optimizer: Optimizer, named: Named, whole: Whole) -> dict[str, Any]:
     """Returns the layout of ``torch.optim.Optimizer.load_state_dict``, with ``Values`` in place of tensors."""
-    groups = stored.state.groups
+    groups = stored.groups
     _refuse_groups(stored, [group["params"] for group in groups], whole.groups)
     positions = {name: i for i, name in enumerate(name for names in named.groups for name in names)}
     result: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -270,18 +260,22 @@ def _optimizer_state(stored: _Checkpoint, optimizer: Optimizer, named: Named, wh
             check_saved_group(index, values)
         except (ArgumentError, TypeError) as error:
             raise ArgumentError(f"{stored.folder}: {shortened(str(error))}") from None
-        if not isinstance(optimizer, AdamW):
-            _refuse_amsgrad(stored, index, values, optimizer.param_groups[index])
+        for whose, group in (("the checkpoint's", values), ("the optimizer's", optimizer.param_groups[index])):
+            if not isinstance(optimizer, AdamW) and is_on(group.get("amsgrad")):  # torch would lack or drop its maxima
+                raise ArgumentError(
+                    f"{stored.folder}: {whose} param group {index} has amsgrad=True, and the checkpoint has no "
+                    "max_exp_avg_sq; make the optimizer without amsgrad, or load the model alone (optimizer=None)"
+                )
         kept = {key: value for key, value in values.items() if key != "param_names"}  # of another part of the model
         result["param_groups"].append({**kept, "params": [positions[name] for name in names]})
     wanted = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
     if isinstance(optimizer, AdamW):
         wanted["master"] = MASTER
     for name, param in named.params.items():
-        if name not in stored.state.steps:
+        if name not in stored.steps:
             continue
         holding = optimizer.parts.params.holding_of(param) if isinstance(optimizer, AdamW) else holding_of(name, param)
-        entry: dict[str, Any] = {"step": stored.state.steps[name]}
+        entry: dict[str, Any] = {"step": stored.steps[name]}
         for key, prefix in wanted.items():
             if prefix + name in stored.tensors:
                 entry[key] = _as_in_memory(stored.values(prefix + name, piece_of(param, holding)), holding)
@@ -296,16 +290,6 @@ def _refuse_groups(stored: _Checkpoint, theirs: Sequence[list[str]], ours: Seque
         only = _only({"only the checkpoint's has ": saved - mine, "only the optimizer's has ": mine - saved})
         if only:
             raise ArgumentError(f"{stored.folder}: param group {index} differs: {only}")
-
-
-def _refuse_amsgrad(stored: _Checkpoint, index: int, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raises for amsgrad: torch would lack or drop max_exp_avg_sq at the next step."""
-    for whose, group in (("the checkpoint's", saved), ("the optimizer's", ours)):
-        if is_on(group.get("amsgrad")):
-            raise ArgumentError(
-                f"{stored.folder}: {whose} param group {index} has amsgrad=True, and the checkpoint has no "
-                "max_exp_avg_sq; make the optimizer without amsgrad, or load the model alone (optimizer=None)"
-            )
 
 
 def _as_in_memory(values: Values, holding: Holding) -> Values:

@@ -15,8 +15,9 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,13 @@ from superoffload.checkpoints.folder import STATE
 from superoffload.checkpoints.tensor_files import Piece, TensorFile, flat_runs
 from superoffload.distributed.ownership import Holding, OwnersTable
 from superoffload.engine import moments
-from superoffload.engine.bucket import Shard
 from superoffload.engine.master_halves import join
 from superoffload.engine.snapshot import ShardState, Snapshot
 from superoffload.errors import ArgumentError, DiskError, RankError, StateError
 from superoffload.host.signals import held_signals
 from superoffload.host.tensors import is_dtensor, local_of
 from superoffload.optimizer.arguments import is_on
+from superoffload.optimizer.tracked_param import TrackedParam
 
 LOGGER = logging.getLogger("superoffload")
 _ends: WeakKeyDictionary[Optimizer, threading.Event] = WeakKeyDictionary()  # end of each optimizer's last save
@@ -170,7 +171,7 @@ def _begin(
     job = Job(named, part, state, writing, final, keep, timeout, _ends.get(optimizer))
     try:
         if isinstance(optimizer, AdamW):
-            job.snapshot = Snapshot([one.shard for one in part.shards.values()], memory)
+            job.snapshot = Snapshot([tracked.shard for _, tracked in part.shards.values()], memory)
         saving = Saving(final, job.snapshot)
         # No signal comes between the snapshot and the start of its thread.
         with held_signals() if in_background else nullcontext():
@@ -259,24 +260,13 @@ def _unreadable(extra: Mapping[str, Any]) -> str:
 # ---- what this rank writes ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Stepped:
-    """Has a parameter whose state AdamW holds."""
-
-    name: str
-    param: Tensor
-    shard: Shard
-    holding: Holding
-
-
 @dataclass
 class _Part:
     """Holds what this rank writes: by entry the dtype and the place in the whole tensor, and the sources of values."""
 
     entries: dict[str, tuple[torch.dtype, Piece]] = field(default_factory=dict)
-    shards: dict[int, _Stepped] = field(default_factory=dict)  # by index
-    # With its version, which shows writes; None: of a copy.
-    plain: list[tuple[str, Tensor, int | None]] = field(default_factory=list)
+    shards: dict[int, tuple[str, TrackedParam]] = field(default_factory=dict)  # by index
+    plain: list[tuple[str, Tensor, int | None]] = field(default_factory=list)  # with its version; None: a copy
 
 
 def _plan(optimizer: Optimizer, named: Named, *, copy: bool) -> _Part:
@@ -287,11 +277,11 @@ def _plan(optimizer: Optimizer, named: Named, *, copy: bool) -> _Part:
         tracked = known.get(param)
         if tracked is None:
             continue
-        del rest[name]
+        rest.pop(name, None)
         shard = tracked.shard
         if named.session is None or named.session.writer_of(shard.index) == named.rank:  # first of those that own it
             piece = piece_of(param, tracked.holding)
-            part.shards[shard.index] = _Stepped(name, param, shard, tracked.holding)
+            part.shards[shard.index] = (name, tracked)
             part.entries[MODEL + name] = param.dtype, piece
             part.entries[MASTER + name] = torch.float32, piece
             part.entries[EXP_AVG + name] = moments.shown_dtype(shard.exp_avg.dtype), piece
@@ -334,14 +324,26 @@ def _plan_state_of_torch(part: _Part, optimizer: Optimizer, named: Named) -> Non
                 part.plain.append((prefix + name, local_of(state[key]), None))
 
 
+def _write_shard(file: TensorFile, name: str, tracked: TrackedParam, values: ShardState) -> None:
+    ordered = partial(tracked.holding.in_own_order, shape=tracked.param.shape)
+    stored, upper = ordered(values.master), values.halves
+    if upper and tracked.holding.order is not None:  # a file has another order than its memory, also across runs
+        upper = (ordered(torch.cat(upper)),)
+    file.write(MASTER + name, _masters(stored, upper))
+    for prefix, moment, form in (
+        (EXP_AVG, values.exp_avg, moments.EXP_AVG),
+        (EXP_AVG_SQ, values.exp_avg_sq, moments.EXP_AVG_SQ),
+    ):
+        file.write(prefix + name, flat_runs(ordered(moments.read_moment(moment, stored.numel(), form))))
+    file.write(MODEL + name, chain.from_iterable(map(flat_runs, upper or (stored,))))  # the file rounds them
+
+
 def _masters(stored: Tensor, upper: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yields masters in fp32; with ``upper``, ``stored`` has the remainders of split ones."""
     if not upper:
         yield from flat_runs(stored)
-    at = 0
-    for half in upper:
-        yield from map(join, flat_runs(half), flat_runs(stored[at : at + half.numel()]))
-        at += half.numel()
+    for half, rest in zip(upper, stored.split([half.numel() for half in upper]) if upper else (), strict=True):
+        yield from map(join, flat_runs(half), flat_runs(rest))
 
 
 # ---- written ------------------------------------------------------------------------------------------------------
@@ -383,7 +385,8 @@ class Job:
             is_gone = isinstance(error, DiskError) and error.errno == errno.ENOENT and not self.writing.exists()
             self.give_up()
             if is_gone and not self.named.is_first:
-                raise self._gave_up("the first rank gave up, or this rank does not share that one's disk") from error
+                why = "the first rank gave up, or this rank does not share that one's disk"
+                raise RankError(f"save(): {self.final}: {why}; see the first rank's output") from error
             if is_gone:
                 raise StateError(
                     f"{self.final}: not saved, another save under this name began; name each differently"
@@ -409,7 +412,7 @@ class Job:
         """Writes this rank's tensors; the first rank also writes ``state.pt``."""
         with file:
             if self.snapshot is not None:
-                self.snapshot.read_all(lambda index, values: self._write_stepped(file, self.part.shards[index], values))
+                self.snapshot.read_all(lambda index, values: _write_shard(file, *self.part.shards[index], values))
             for name, tensor, _ in self.part.plain:
                 file.write(name, flat_runs(tensor))
             for name, tensor, version in self.part.plain:
@@ -419,23 +422,6 @@ class Job:
         self.end_snapshot()
         if self.named.is_first:
             folders.write_durably(self.writing / STATE, self.state)
-
-    @staticmethod
-    def _write_stepped(file: TensorFile, one: _Stepped, values: ShardState) -> None:
-        def ordered(part: Tensor) -> Tensor:
-            return one.holding.in_own_order(part, one.param.shape)
-
-        stored, upper = ordered(values.master), values.halves
-        if upper and one.holding.order is not None:  # a file has another order than its memory, also across runs
-            upper = (ordered(torch.cat(upper)),)
-        exp_avg = moments.read_moment(values.exp_avg, stored.numel(), moments.EXP_AVG)
-        exp_avg_sq = moments.read_moment(values.exp_avg_sq, stored.numel(), moments.EXP_AVG_SQ)
-        file.write(MASTER + one.name, _masters(stored, upper))
-        file.write(EXP_AVG + one.name, flat_runs(ordered(exp_avg)))
-        file.write(EXP_AVG_SQ + one.name, flat_runs(ordered(exp_avg_sq)))
-        file.write(
-            MODEL + one.name, chain.from_iterable(map(flat_runs, upper or (stored,)))
-        )  # rounded as it is written
 
     # ---- the parts of all ranks -----------------------------------------------------------------------------------
 
@@ -471,6 +457,7 @@ class Job:
                     why = f"has not written its part of {self.final} within {self.timeout:g} s"
                 if why:
                     raise RankError(f"save(): {self.named.called(rank)} {why}")
+                self.writing.stat()  # raises where another save under this name has removed it
                 with suppress(OSError):
                     os.utime(self.writing)  # tells the ranks that wait for the name that this one is alive
                 next(pauses)
@@ -490,19 +477,15 @@ class Job:
         """
         leads = self.writing / file_name(self.named.ranks[0])
         signs: list[int] | None = None
-        deadline, absent, pauses = 0.0, 0, _pauses()
-        while True:
+        deadline, absent = 0.0, 0
+        for _ in _pauses():
             there = self._there()
-            if self.writing.name in there:
-                absent = 0
-            elif self.final.name in there and self._is_ours(header):
-                break
-            else:
-                absent += 1  # a rename may be under way: look twice
-            if absent > 1 and self.final.name in there:
-                raise self._gave_up("another save has taken this name")
-            if absent > 1:
-                raise self._gave_up("the first rank gave up")
+            if self.final.name in there and self.writing.name not in there and self._is_ours(header):
+                return folders.confirm(self.final)
+            absent = 0 if self.writing.name in there else absent + 1
+            if absent > 1:  # a rename may have been under way at the first look
+                why = "another save has taken this name" if self.final.name in there else "the first rank gave up"
+                raise RankError(f"save(): {self.final}: {why}; see the first rank's output")
             seen = _times_of(self.writing, leads)
             if seen != signs:
                 signs, deadline = seen, time.monotonic() + self.timeout
@@ -511,11 +494,6 @@ class Job:
                     f"save(): {self.final}: no sign of life of the first rank within {self.timeout:g} s; see its "
                     "output. If it goes on, the checkpoint may still be finished"
                 )
-            next(pauses)
-        folders.confirm(self.final)
-
-    def _gave_up(self, why: str) -> RankError:
-        return RankError(f"save(): {self.final}: {why}; see the first rank's output")
 
     def _there(self) -> set[str]:
         """Returns which of the two names exist, from a listing: NFS may remember for a while that a name was absent."""
@@ -547,9 +525,9 @@ def _pauses() -> Iterator[None]:
     """Sleeps between two looks, ever longer: hundreds of ranks may watch one folder."""
     seconds = 0.02
     while True:
+        yield
         time.sleep(seconds)
         seconds = min(seconds * 1.1, 0.5)
-        yield
 
 
 def _times_of(*paths: Path) -> list[int]:
@@ -592,14 +570,15 @@ def export_weights(
     }
     part = folders.hidden(path, "writing")
     file = TensorFile(part, {name: (one.dtype, one.shape) for name, one in values.items()}, {"format": "pt"})
-    with folders.naming(path, file.nbytes):
+    with folders.naming(path, file.nbytes), ExitStack() as stack:
         if named.is_first:
             folders.make_parents(path)
-        with _replacing(part, path) if named.is_first else nullcontext(), file if named.is_first else nullcontext():
-            for name, value in values.items():
-                whole = value.full_tensor() if is_dtensor(value) else value
-                if named.is_first:
-                    file.write(name, flat_runs(whole))
+            stack.enter_context(_replacing(part, path))
+            stack.enter_context(file)
+        for name, value in values.items():
+            whole = value.full_tensor() if is_dtensor(value) else value
+            if named.is_first:
+                file.write(name, flat_runs(whole))
         config: Any = getattr(model, "config", None)
         if named.is_first and hasattr(config, "to_json_string"):
             path_of_config = path.with_name("config.json")
