@@ -6,8 +6,7 @@ import hashlib
 import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,10 @@ from superoffload.checkpoints.contents import (
     holding_of,
     is_extra_state,
     name_everything,
-    on_all_ranks,
     piece_of,
 )
-from superoffload.checkpoints.folder import STATE, check_size, read_manifest
-from superoffload.checkpoints.tensor_files import Piece, bytes_of, copy_shared, may_share
+from superoffload.checkpoints.folder import STATE, read_manifest
+from superoffload.checkpoints.tensor_files import Piece, bytes_of, put_together
 from superoffload.distributed.ownership import Box, Holding, like_parameter
 from superoffload.errors import ArgumentError, shortened, shown
 from superoffload.host.signals import held_signals
@@ -40,105 +38,113 @@ from superoffload.optimizer.arguments import is_on
 from superoffload.optimizer.state import loaded_in_part
 from superoffload.optimizer.state_dict import Values, blocks_of, check_saved_group
 
-# ---- what is on disk, compared with its checksums -------------------------------------------------------------------
-
 _MOST_STEPS = 1 << 53  # the largest count that float64 holds exactly
 
 
-@dataclass(frozen=True)
-class StoredState:
-    """Holds the contents of ``state.pt``. ``groups`` list parameters by name."""
+def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
+    """Loads what ``save`` wrote, on any number of ranks, into ``model`` and ``optimizer``; returns its ``extra``.
 
-    groups: list[dict[str, Any]]
-    steps: dict[str, int]
-    other: dict[str, Any]
-    aliases: dict[str, str]
-    extra: dict[str, Any]
+    It reads only tensors in the safetensors format and what ``torch.load(weights_only=True)`` takes, and compares all
+    of it with the manifest's checksums. ArgumentError names the file or the parameter that does not fit; nothing has
+    changed then, on any rank. ``optimizer`` None: the weights alone.
+
+    Files are mapped into memory, so it needs no memory beside the state, except for one tensor at a time where other
+    ranks saved it in other parts. It raises StateError if something fails once it has begun to change values, such as a
+    module's ``set_extra_state``. Then model and optimizer are loaded in part, and ``superoffload.AdamW`` refuses
+    everything but another load.
+    """
+    given: Any = folder
+    if not isinstance(given, (str, os.PathLike)):
+        none = "; latest() gives None where there is none yet" if given is None else ""
+        raise ArgumentError(f"folder={given!r}: expected a checkpoint's folder{none}")
+    if optimizer is not None:
+        check_optimizer(optimizer)
+    named = name_everything(model, optimizer)
+    whole = named.whole("load()")
+
+    def verified() -> tuple[dict[str, Any], Callable[[], None]]:
+        stored = _Checkpoint(Path(folder))
+        other = _other_values(stored, named, whole)
+        load_model = partial(_load_model, named, _model_values(stored, named, whole), other)
+        if optimizer is None:
+            return stored.extra, partial(_told_apart, load_model)
+        state = _optimizer_state(stored, optimizer, named, whole)
+        if not isinstance(optimizer, AdamW):
+            return stored.extra, partial(_told_apart, partial(_load_torch, optimizer, named, state), load_model)
+        optimizer.check_usable(to_load=True)
+        ours = optimizer.parts.state
+        return stored.extra, partial(ours.take_over, ours.check(state), "load()", load_model)
+
+    extra, commit = named.on_all_ranks("load()", verified)
+    commit()
+    return extra
 
 
-class Stored:
-    """Reads the checkpoint in ``folder``. ``tensors``: each entry's pieces, with their files and checksums."""
+# ---- what is on disk, compared with its checksums -----------------------------------------------------------------
+
+
+class _Checkpoint:
+    """Reads the checkpoint in ``folder``, and compares all that it reads with the manifest's checksums.
+
+    The attributes ``groups``, which list parameters by name, to ``extra`` are the contents of ``state.pt``.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        manifest = read_manifest(folder)
-        self.tensors: dict[str, list[tuple[Piece, str, str]]] = {
-            key: [(Piece.of_json(one), one["file"], one["sha256"]) for one in parts]
-            for key, parts in manifest["tensors"].items()
-        }
-        self._files = manifest["files"]
-        for name, expected in self._files.items():
-            check_size(folder / name, expected["bytes"])
-        self.state = self._read_state()
+        self._files, self.tensors = read_manifest(folder)
         self._file = cache(self._open)  # each file's header is read once
-
-    def _read_state(self) -> StoredState:
-        path = self.folder / STATE
+        path = folder / STATE
         try:
             data = path.read_bytes()
         except OSError as error:
             raise ArgumentError(f"{path}: {error.strerror}; the checkpoint is not whole") from error
-        self._compare(path, "", data, self._files[STATE]["sha256"])
+        _compare(path, "", data, self._files[STATE]["sha256"])
         try:
-            state = StoredState(**torch.load(io.BytesIO(data), weights_only=True))
-            problem = self._problem_of(state)
+            content = torch.load(io.BytesIO(data), weights_only=True)
+            self.groups: list[dict[str, Any]] = content["groups"]
+            self.steps: dict[str, int] = content["steps"]
+            self.other: dict[str, Any] = content["other"]
+            self.aliases: dict[str, str] = content["aliases"]
+            self.extra: dict[str, Any] = dict(content["extra"])
+            problem = self._problem()
         except Exception as error:  # of any kind: the unpickler assumes intact input
             first = next(iter(str(error).splitlines()), type(error).__name__)
             raise ArgumentError(f"{path}: cannot be read safely ({shortened(first)})") from error
         if problem:
             raise ArgumentError(f"{path}: {problem}; it is damaged, or not of superoffload")
-        return state
 
-    def _problem_of(self, state: StoredState) -> str:
+    def _problem(self) -> str:
         """Returns what does not fit together in a checkpoint that another program may have made."""
-        names = [*state.other, *state.aliases, *(name for group in state.groups for name in group["params"])]
+        names = [*self.other, *self.aliases, *(name for group in self.groups for name in group["params"])]
         if not all(isinstance(name, str) for name in names):
             return "expected names of parameters and buffers"
-        if not all(type(count) is int and 0 <= count <= _MOST_STEPS for count in state.steps.values()):
+        if not all(type(count) is int and 0 <= count <= _MOST_STEPS for count in self.steps.values()):
             return "expected numbers of steps"
-        stepped, masters = set(state.steps), self._named(MASTER)
-        if not stepped == self._named(EXP_AVG) == self._named(EXP_AVG_SQ) or masters not in (set(), stepped):
+        stepped, masters = set(self.steps), self.names(MASTER)
+        if not stepped == self.names(EXP_AVG) == self.names(EXP_AVG_SQ) or masters not in (set(), stepped):
             return "expected exp_avg, exp_avg_sq, a number of steps and, of all or none, masters of the same parameters"
-        if not all(MODEL + name in self.tensors for name in state.aliases.values()):
+        if not all(MODEL + name in self.tensors for name in self.aliases.values()):
             return "expected tied names of tensors in the checkpoint"
         return ""
 
-    def _named(self, prefix: str) -> set[str]:
+    def names(self, prefix: str) -> set[str]:
         return {key.removeprefix(prefix) for key in self.tensors if key.startswith(prefix)}
 
-    def digests(self, key: str) -> list[str]:
-        return [digest for _, _, digest in self.tensors[key]]
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        return self.tensors[key][0][0].shape
-
     def values(self, key: str, own: Piece) -> Values:
-        """Returns the elements of ``own``, a piece of entry ``key``. Compares all that it needs with the checksums."""
-        if self.shape(key) != own.shape:
+        """Returns the elements of ``own``, a piece of entry ``key``."""
+        pieces = self.tensors[key]
+        if pieces[0].piece.shape != own.shape:
             raise ArgumentError(
-                f"{self.folder}: {shortened(key)} has shape {self.shape(key)}, expected {own.shape}; is it of "
+                f"{self.folder}: {shortened(key)} has shape {pieces[0].piece.shape}, expected {own.shape}; is it of "
                 "another model?"
             )
         found = []
-        for index, (piece, file, digest) in enumerate(self.tensors[key]):
-            wanted = may_share(piece, own)
-            if wanted or not index:  # the first one tells the dtype
-                values = self._tensor(key, piece, file)
-                dtype = values.dtype
-            if wanted:
-                self._compare(self.folder / file, key, bytes_of(values), digest)
-                found.append((piece, values))
-
-        def read() -> Iterator[tuple[int, Tensor]]:
-            if len(found) == 1 and found[0][0] == own:
-                yield from blocks_of(found[0][1].reshape(-1))
-                return
-            part = torch.empty(own.box.lengths, dtype=dtype, device="cpu")  # of one tensor at a time
-            for piece, values in found:
-                copy_shared(piece, values, own, part)
-            yield from blocks_of(part.view(-1))
-
-        return Values(own.shape, dtype, read)
+        for piece, file, digest in [one for one in pieces if one.piece.may_share(own)] or pieces[:1]:  # tells the dtype
+            values = self._tensor(key, piece, file)
+            _compare(self.folder / file, key, bytes_of(values), digest)
+            found.append((piece, values))
+        dtype = found[0][1].dtype
+        return Values(own.shape, dtype, lambda: blocks_of(put_together(own, found, dtype).reshape(-1)))
 
     def _tensor(self, key: str, piece: Piece, file: str) -> Tensor:
         """Returns a piece as a view of its file's memory map."""
@@ -162,110 +168,37 @@ class Stored:
         with open(path, "rb") as opened:
             start = opened.read(8)
             header = start + opened.read(min(int.from_bytes(start, "little"), self._files[file]["bytes"]))
-        self._compare(path, "its header", header, self._files[file]["header"])
+        _compare(path, "its header", header, self._files[file]["header"])
         return safe_open(path, "pt")
 
-    @staticmethod
-    def _compare(path: Path, what: str, data: bytes | memoryview, digest: str) -> None:
-        if hashlib.sha256(data).hexdigest() != digest:
-            which = f"{shortened(what)} differs" if what else "differs"
-            raise ArgumentError(f"{path}: {which} from its checksum in the manifest; the file is damaged")
+
+def _compare(path: Path, what: str, data: bytes | memoryview, digest: str) -> None:
+    if hashlib.sha256(data).hexdigest() != digest:
+        which = f"{shortened(what)} differs" if what else "differs"
+        raise ArgumentError(f"{path}: {which} from its checksum in the manifest; the file is damaged")
 
 
-# ---- loading --------------------------------------------------------------------------------------------------------
+# ---- compared with model and optimizer ----------------------------------------------------------------------------
 
 
-def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """Loads what ``save`` wrote, on any number of ranks, into ``model`` and ``optimizer``; returns its ``extra``.
-
-    It reads only tensors in the safetensors format and what ``torch.load(weights_only=True)`` takes, and compares all
-    of it with the manifest's checksums. ArgumentError names the file or the parameter that does not fit; nothing has
-    changed then, on any rank. ``optimizer`` None: the weights alone.
-
-    Files are mapped into memory, so it needs no memory beside the state, except for one tensor at a time where other
-    ranks saved it in other parts. It raises StateError if something fails once it has begun to change values, such as a
-    module's ``set_extra_state``. Then model and optimizer are loaded in part, and ``superoffload.AdamW`` refuses
-    everything but another load.
-    """
-    path = _folder(folder)
-    if optimizer is not None:
-        check_optimizer(optimizer)
-    named = name_everything(model, optimizer)
-    whole = named.whole("load()")
-
-    def verified() -> tuple[Stored, Callable[[], None]]:
-        stored = Stored(path)
-        other = _other_values(stored, named, whole)
-        values = _model_values(stored, named, whole)
-        state = None if optimizer is None else _optimizer_state(stored, optimizer, named, whole)
-        return stored, _prepared(optimizer, named, state, lambda: _load_model(named, values, other))
-
-    stored, commit = on_all_ranks(named.session, "load()", verified)
-    commit()
-    return dict(stored.state.extra)
+def _only(sides: Mapping[str, set[str]]) -> str:
+    """Returns some names of each side that has any."""
+    return "; ".join(f"{who}{', '.join(map(shortened, sorted(names)[:5]))}" for who, names in sides.items() if names)
 
 
-def _folder(given: Any) -> Path:
-    if not isinstance(given, (str, os.PathLike)):
-        none = "; latest() gives None where there is none yet" if given is None else ""
-        raise ArgumentError(f"folder={given!r}: expected a checkpoint's folder{none}")
-    return Path(given)
+def _refuse_differing(stored: _Checkpoint, what: str, saved: set[str], ours: set[str]) -> None:
+    only = _only({f"the model lacks {what}": saved - ours, f"the checkpoint lacks {what}": ours - saved})
+    if only:
+        raise ArgumentError(f"{stored.folder}: {only}; is it of another model?")
 
 
-def _prepared(
-    optimizer: Optimizer | None,
-    named: Named,
-    state: dict[str, Any] | None,
-    load_model: Callable[[], None],
-) -> Callable[[], None]:
-    """Returns the work that remains once all ranks have verified what they need."""
-    if optimizer is None or state is None:
-        return lambda: _told_apart(load_model)
-    if isinstance(optimizer, AdamW):
-        optimizer.check_usable(to_load=True)
-        ours = optimizer.parts.state
-        read = ours.check(state)
-        return lambda: ours.take_over(read, "load()", load_model)
-
-    def load_both() -> None:
-        _load_torch(optimizer, named, state)
-        load_model()
-
-    return lambda: _told_apart(load_both)
-
-
-def _told_apart(work: Callable[[], None]) -> None:
-    """Runs ``work``, which changes something; its failure, after it was verified, means a state loaded in part."""
-    try:
-        with held_signals():
-            work()
-    except Exception as error:
-        raise loaded_in_part("load()", error) from error
-
-
-# ---- compared ---------------------------------------------------------------------------------------------------
-
-
-def _refuse_differing(stored: Stored, what: str, saved: set[str], ours: set[str]) -> None:
-    sides = (("the model", saved - ours), ("the checkpoint", ours - saved))
-    lack = [f"{who} lacks {what}{', '.join(map(shortened, sorted(names)[:5]))}" for who, names in sides if names]
-    if lack:
-        raise ArgumentError(f"{stored.folder}: {'; '.join(lack)}; is it of another model?")
-
-
-def _other_values(stored: Stored, named: Named, whole: Whole) -> dict[str, Any]:
+def _other_values(stored: _Checkpoint, named: Named, whole: Whole) -> dict[str, Any]:
     """Returns what modules' ``set_extra_state`` will get; other entries that are not tensors must equal the model's."""
-    other = dict(stored.state.other)
-    tensors = [key for key in stored.tensors if key.startswith(MODEL) and is_extra_state(key)]
-    names = {key.removeprefix(MODEL) for key in tensors}  # extra state that was a tensor when it was saved
-    _refuse_differing(stored, "the extra state ", set(other) | names, set(whole.other))
-    for key in tensors:  # only after the check: each is read whole
-        if key.removeprefix(MODEL) in named.other:
-            other[key.removeprefix(MODEL)] = _whole(stored, key)
+    tensors = set(filter(is_extra_state, stored.names(MODEL)))  # extra state that was a tensor when it was saved
+    _refuse_differing(stored, "the extra state ", set(stored.other) | tensors, set(whole.other))
     found = {}
-    for name, value in other.items():
-        if name not in named.other:  # of another rank's part of the model
-            continue
+    for name in named.other:  # on another rank there may be more
+        value = _whole_tensor(stored, MODEL + name) if name in tensors else stored.other[name]
         module = named.modules.get(name)
         if module is not None and type(module).set_extra_state is not nn.Module.set_extra_state:
             found[name] = value
@@ -281,8 +214,8 @@ def _other_values(stored: Stored, named: Named, whole: Whole) -> dict[str, Any]:
     return found
 
 
-def _whole(stored: Stored, key: str) -> Tensor:
-    shape = stored.shape(key)
+def _whole_tensor(stored: _Checkpoint, key: str) -> Tensor:
+    shape = stored.tensors[key][0].piece.shape
     values = stored.values(key, Piece(shape, Box.whole(shape), flat=False))
     tensor = torch.empty(shape, dtype=values.dtype, device="cpu")
     values.copy_to(tensor.view(-1))
@@ -296,14 +229,14 @@ def _equal(one: Any, other: Any) -> bool:
         return False
 
 
-def _model_values(stored: Stored, named: Named, whole: Whole) -> dict[str, Values]:
+def _model_values(stored: _Checkpoint, named: Named, whole: Whole) -> dict[str, Values]:
     """Returns this rank's part of the model's own tensors."""
-    aliases = stored.state.aliases
-    saved = {key.removeprefix(MODEL) for key in stored.tensors if key.startswith(MODEL) and not is_extra_state(key)}
+    aliases = stored.aliases
+    saved = {name for name in stored.names(MODEL) if not is_extra_state(name)}
     _refuse_differing(stored, "", saved | set(aliases), whole.names)
     for tied, name in named.aliases.items():
-        one, other = (stored.digests(MODEL + aliases.get(either, either)) for either in (tied, name))
-        if one != other:
+        one, other = (stored.tensors[MODEL + aliases.get(either, either)] for either in (tied, name))
+        if [piece.sha256 for piece in one] != [piece.sha256 for piece in other]:
             raise ArgumentError(
                 f"{stored.folder}: {tied} differs from {name}, and is tied to it in the model; untie them"
             )
@@ -316,11 +249,10 @@ def _model_values(stored: Stored, named: Named, whole: Whole) -> dict[str, Value
     return values
 
 
-def _optimizer_state(stored: Stored, optimizer: Optimizer, named: Named, whole: Whole) -> dict[str, Any]:
+def _optimizer_state(stored: _Checkpoint, optimizer: Optimizer, named: Named, whole: Whole) -> dict[str, Any]:
     """Returns the layout of ``torch.optim.Optimizer.load_state_dict``, with ``Values`` in place of tensors."""
-    groups, theirs = stored.state.groups, [group["params"] for group in stored.state.groups]
-    if list(map(set, theirs)) != list(map(set, whole.groups)):
-        _refuse_groups(stored, theirs, whole.groups)
+    groups = stored.groups
+    _refuse_groups(stored, [group["params"] for group in groups], whole.groups)
     positions = {name: i for i, name in enumerate(name for names in named.groups for name in names)}
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     for index, (values, names) in enumerate(zip(groups, named.groups, strict=True)):
@@ -328,34 +260,36 @@ def _optimizer_state(stored: Stored, optimizer: Optimizer, named: Named, whole: 
             check_saved_group(index, values)
         except (ArgumentError, TypeError) as error:
             raise ArgumentError(f"{stored.folder}: {shortened(str(error))}") from None
-        if not isinstance(optimizer, AdamW):
-            _refuse_amsgrad(stored, index, values, optimizer.param_groups[index])
+        for whose, group in (("the checkpoint's", values), ("the optimizer's", optimizer.param_groups[index])):
+            if not isinstance(optimizer, AdamW) and is_on(group.get("amsgrad")):  # torch would lack or drop its maxima
+                raise ArgumentError(
+                    f"{stored.folder}: {whose} param group {index} has amsgrad=True, and the checkpoint has no "
+                    "max_exp_avg_sq; make the optimizer without amsgrad, or load the model alone (optimizer=None)"
+                )
         kept = {key: value for key, value in values.items() if key != "param_names"}  # of another part of the model
         result["param_groups"].append({**kept, "params": [positions[name] for name in names]})
-    wanted = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ, "master": MASTER}
-    ours = optimizer.parts.params if isinstance(optimizer, AdamW) else None
-    if ours is None:
-        del wanted["master"]
+    wanted = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+    if isinstance(optimizer, AdamW):
+        wanted["master"] = MASTER
     for name, param in named.params.items():
-        if EXP_AVG + name not in stored.tensors:
+        if name not in stored.steps:
             continue
-        entry: dict[str, Any] = {"step": stored.state.steps[name]}
+        holding = optimizer.parts.params.holding_of(param) if isinstance(optimizer, AdamW) else holding_of(name, param)
+        entry: dict[str, Any] = {"step": stored.steps[name]}
         for key, prefix in wanted.items():
             if prefix + name in stored.tensors:
-                holding = holding_of(name, param) if ours is None else ours.holding_of(param)
                 entry[key] = _as_in_memory(stored.values(prefix + name, piece_of(param, holding)), holding)
         result["state"][positions[name]] = entry
     return result
 
 
-def _refuse_amsgrad(stored: Stored, index: int, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raises for amsgrad: torch would lack or drop max_exp_avg_sq at the next step."""
-    for whose, group in (("the checkpoint's", saved), ("the optimizer's", ours)):
-        if is_on(group.get("amsgrad")):
-            raise ArgumentError(
-                f"{stored.folder}: {whose} param group {index} has amsgrad=True, and the checkpoint has no "
-                "max_exp_avg_sq; make the optimizer without amsgrad, or load the model alone (optimizer=None)"
-            )
+def _refuse_groups(stored: _Checkpoint, theirs: Sequence[list[str]], ours: Sequence[list[str]]) -> None:
+    if len(theirs) != len(ours):
+        raise ArgumentError(f"{stored.folder}: {len(theirs)} param groups, the optimizer has {len(ours)}")
+    for index, (saved, mine) in enumerate(zip(map(set, theirs), map(set, ours), strict=True)):
+        only = _only({"only the checkpoint's has ": saved - mine, "only the optimizer's has ": mine - saved})
+        if only:
+            raise ArgumentError(f"{stored.folder}: param group {index} differs: {only}")
 
 
 def _as_in_memory(values: Values, holding: Holding) -> Values:
@@ -371,17 +305,17 @@ def _as_in_memory(values: Values, holding: Holding) -> Values:
     return Values(values.shape, values.dtype, read)
 
 
-def _refuse_groups(stored: Stored, theirs: Sequence[list[str]], ours: Sequence[list[str]]) -> None:
-    if len(theirs) != len(ours):
-        raise ArgumentError(f"{stored.folder}: {len(theirs)} param groups, the optimizer has {len(ours)}")
-    for index, (saved, mine) in enumerate(zip(theirs, ours, strict=True)):
-        sides = (("the checkpoint's", set(saved) - set(mine)), ("the optimizer's", set(mine) - set(saved)))
-        only = [f"only {whose} has {', '.join(map(shortened, sorted(names)[:5]))}" for whose, names in sides if names]
-        if only:
-            raise ArgumentError(f"{stored.folder}: param group {index} differs: {'; '.join(only)}")
+# ---- put into place -----------------------------------------------------------------------------------------------
 
 
-# ---- put into place ---------------------------------------------------------------------------------------------
+def _told_apart(*works: Callable[[], None]) -> None:
+    """Runs what changes something; its failure, after it was verified, means a state loaded in part."""
+    try:
+        with held_signals():
+            for work in works:
+                work()
+    except Exception as error:
+        raise loaded_in_part("load()", error) from error
 
 
 @torch.no_grad()
@@ -402,7 +336,8 @@ def _load_model(named: Named, values: Mapping[str, Values], other: Mapping[str, 
 def _load_torch(optimizer: Optimizer, named: Named, state: dict[str, Any]) -> None:
     """Loads into new tensors, after the old ones are freed."""
     optimizer.state.clear()
-    for (name, param), entry in zip(named.params.items(), _in_order(named, state), strict=True):
+    for position, (name, param) in enumerate(named.params.items()):
+        entry = state["state"].get(position, {})
         for key, value in entry.items():
             if isinstance(value, Values):
                 local = local_of(param)
@@ -412,7 +347,3 @@ def _load_torch(optimizer: Optimizer, named: Named, state: dict[str, Any]) -> No
         if "step" in entry:
             entry["step"] = torch.tensor(float(entry["step"]), device="cpu")
     optimizer.load_state_dict(state)
-
-
-def _in_order(named: Named, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [state["state"].get(position, {}) for position in range(len(named.params))]

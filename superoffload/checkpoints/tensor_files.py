@@ -1,4 +1,4 @@
-"""Files of tensors in the safetensors format, written run by run, and cut and joined anew for other ranks.
+"""Files of tensors in the safetensors format, written run by run, and put together anew for other ranks.
 
 A file is written by our own code, since the safetensors package takes all tensors of a file at once; it is read with
 that package, which maps it into memory.
@@ -41,36 +41,28 @@ _ALIGN = 64
 _RUN = 4 << 20  # bytes hashed and written at a time
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Describes a tensor; the order of entries determines its place in the file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 class TensorFile:
-    """Writes a file with entries known in advance: each once, in any order, by one thread at a time."""
+    """Writes ``entries`` (dtype and shape by name) to a new file: each once, in any order, by one thread at a time.
 
-    def __init__(self, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
+    ``with`` opens the file. At its end every entry must be there, and the file is synced to the disk.
+    """
+
+    def __init__(
+        self, path: Path, entries: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
+    ) -> None:
         self.path = path
         self.digests: dict[str, str] = {}
-        self._places: dict[str, tuple[Entry, int]] = {}
+        self._places: dict[str, tuple[torch.dtype, int, int]] = {}  # with first and last byte
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         at = 0
-        for entry in entries:
-            if entry.dtype not in _NAMES:
+        for name, (dtype, shape) in entries.items():
+            if dtype not in _NAMES:
                 known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _NAMES)
-                raise ArgumentError(f"{entry.name}: dtype {entry.dtype} cannot be saved; expected {known}")
-            where = {"shape": list(entry.shape), "data_offsets": [at, at + entry.nbytes]}
-            header[entry.name] = {"dtype": _NAMES[entry.dtype], **where}
-            self._places[entry.name] = (entry, at)
-            at += entry.nbytes
+                raise ArgumentError(f"{name}: dtype {dtype} cannot be saved; expected {known}")
+            end = at + math.prod(shape) * dtype.itemsize
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+            self._places[name] = (dtype, at, end)
+            at = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % _ALIGN)
         if len(text) > _LONGEST_HEADER:
@@ -79,53 +71,46 @@ class TensorFile:
             )
         self.header = len(text).to_bytes(8, "little") + text
         self.nbytes = len(self.header) + at
-        self._file = FileIO(path, "x")  # finish() or close() closes it
-        try:
-            _write_at(self._file.fileno(), self.header, 0)
-        except OSError:
-            self._file.close()
-            raise
+
+    def __enter__(self) -> TensorFile:
+        self._file = FileIO(self.path, "x")
+        return self
 
     def write(self, name: str, runs: Iterable[Tensor]) -> None:
-        """Writes the elements of one entry, given as consecutive flat tensors."""
-        entry, start = self._places[name]
-        at, digest = start + len(self.header), hashlib.sha256()
+        """Writes the elements of one entry, given as consecutive flat tensors of any dtype."""
+        dtype, at, end = self._places[name]
+        digest = hashlib.sha256()
         for run in runs:
-            data = bytes_of(run.to("cpu", entry.dtype).contiguous())
+            data = bytes_of(run.to("cpu", dtype).contiguous())
             for first in range(0, len(data), _RUN):
                 part = data[first : first + _RUN]
                 digest.update(part)
-                _write_at(self._file.fileno(), part, at)
+                self._write_at(part, len(self.header) + at)
                 at += len(part)
-        if at != start + len(self.header) + entry.nbytes:
-            raise ArgumentError(f"{name}: {at - start - len(self.header)} bytes, expected {entry.nbytes}")
+        if at != end:
+            raise ArgumentError(f"{name}: {end - at} bytes are missing")
         self.digests[name] = digest.hexdigest()
 
-    def finish(self) -> None:
-        """Checks that every entry was written and syncs the file to the disk."""
-        missing = self._places.keys() - self.digests.keys()
-        if missing:
-            raise ArgumentError(f"{self.path}: {sorted(missing)[:3]} were not written")
-        os.truncate(self._file.fileno(), self.nbytes)
-        os.fsync(self._file.fileno())
-        self._file.close()
+    def _write_at(self, data: bytes | memoryview, at: int) -> None:
+        view = memoryview(data)
+        while len(view):
+            written = os.pwrite(self._file.fileno(), view, at)
+            view, at = view[written:], at + written
 
-    def close(self) -> None:
-        """Closes a file that is given up; ``finish()`` closes a complete one."""
-        self._file.close()
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        with self._file:
+            if failed is None:
+                missing = self._places.keys() - self.digests.keys()
+                if missing:
+                    raise ArgumentError(f"{self.path}: {sorted(missing)[:3]} were not written")
+                self._write_at(self.header, 0)
+                os.fsync(self._file.fileno())
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Returns a contiguous CPU tensor's bytes, without a copy."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
-
-
-def _write_at(handle: int, data: bytes | memoryview, at: int) -> None:
-    view = memoryview(data)
-    while len(view):
-        written = os.pwrite(handle, view, at)
-        view, at = view[written:], at + written
 
 
 def flat_runs(tensor: Tensor) -> Iterator[Tensor]:
@@ -135,7 +120,7 @@ def flat_runs(tensor: Tensor) -> Iterator[Tensor]:
         yield flat[first : first + _RUN // 4]
 
 
-# ---- cut anew ---------------------------------------------------------------------------------------------------
+# ---- put together anew ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -148,8 +133,14 @@ class Piece:
 
     @classmethod
     def of_json(cls, content: Mapping[str, Any]) -> Piece:
-        box = Box(tuple(content["offsets"]), tuple(content["lengths"]))
-        return cls(tuple(content["shape"]), box, content["flat"])
+        """Returns the piece that a manifest describes; raises an error of any kind for what is none."""
+        shape, offsets, lengths = (tuple(content[key]) for key in ("shape", "offsets", "lengths"))
+        piece = cls(shape, Box(offsets, lengths), content["flat"])
+        if type(piece.flat) is not bool or not all(type(n) is int and n >= 0 for n in (*shape, *offsets, *lengths)):
+            raise ValueError("expected shapes, offsets and lengths")
+        if not len(offsets) == len(lengths) == len(piece.sizes):
+            raise ValueError("expected an offset and a length of each dimension")
+        return piece
 
     def as_json(self) -> dict[str, Any]:
         box = {"offsets": list(self.box.offsets), "lengths": list(self.box.lengths)}
@@ -160,57 +151,38 @@ class Piece:
         """Returns the shape that the box is cut from."""
         return (math.prod(self.shape),) if self.flat else self.shape
 
-    def boxes(self) -> list[Box]:
-        """Returns the boxes of the tensor that the piece consists of, in the order of its elements."""
-        if not self.flat:
-            return [self.box]
-        (begin,), (length,) = self.box.offsets, self.box.lengths
-        return list(_boxes_of_run(self.shape, begin, begin + length))
+    @property
+    def span(self) -> range:
+        """Returns the indices in the flat tensor from the first to the last element."""
+        last = Box(tuple(map(lambda o, n: o + n - 1, self.box.offsets, self.box.lengths)), self.box.lengths)
+        return range(self.box.first_in(self.sizes), last.first_in(self.sizes) + 1)
 
-    def views(self, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """Yields the piece's boxes with their elements, as views of ``values``, the elements of the piece."""
-        at = 0
-        for box in self.boxes():
-            yield box, values.reshape(-1)[at : at + box.numel].view(box.lengths)
-            at += box.numel
-
-
-def _boxes_of_run(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
-    """Yields the boxes of which elements ``begin`` to ``end`` of a flat tensor of ``shape`` consist: a part of a row,
-    whole rows, and a part of a row, where each part is cut in the same way."""
-    if begin >= end:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-begin // row), end // row  # whole rows
-    if first > last:  # inside of one row
-        yield from (_in_row(box, last) for box in _boxes_of_run(shape[1:], begin - last * row, end - last * row))
-        return
-    yield from (_in_row(box, first - 1) for box in _boxes_of_run(shape[1:], begin - (first - 1) * row, row))
-    if first < last:
-        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
-    yield from (_in_row(box, last) for box in _boxes_of_run(shape[1:], 0, end - last * row))
+    def may_share(self, other: Piece) -> bool:
+        """Tells whether two pieces of a tensor have an element in common; of pieces that are cut in different ways,
+        whether they may have."""
+        if self.flat == other.flat:
+            return _overlap(self.box, other.box) is not None
+        one, two = self.span, other.span
+        return bool(self.box.numel and other.box.numel and range(max(one[0], two[0]), min(one[-1], two[-1]) + 1))
 
 
-def _in_row(box: Box, row: int) -> Box:
-    return Box((row, *box.offsets), (1, *box.lengths))
-
-
-def copy_shared(piece: Piece, values: Tensor, target: Piece, into: Tensor) -> None:
-    """Copies the elements that two pieces of a tensor share from ``values`` to ``into``, a contiguous tensor."""
-    places = list(target.views(into))
-    for box, there in piece.views(values):
-        for other, place in places:
-            common = _overlap(box, other)
-            if common is not None:
-                place[_slices(common, other)].copy_(there[_slices(common, box)])
-
-
-def may_share(piece: Piece, other: Piece) -> bool:
-    """Tells whether two pieces of a tensor have an element in common."""
-    return any(_overlap(box, its) is not None for box in piece.boxes() for its in other.boxes())
+def put_together(own: Piece, found: Sequence[tuple[Piece, Tensor]], dtype: torch.dtype) -> Tensor:
+    """Returns the elements of ``own`` from the pieces that share some with it: a view where one piece is enough."""
+    if len(found) == 1:
+        piece, values = found[0]
+        if piece == own:
+            return values
+        if piece.box == Box.whole(piece.sizes):
+            return own.box.of(values.reshape(own.sizes))
+    target = own
+    if any(piece.flat != own.flat for piece, _ in found):
+        target = Piece(own.shape, Box.whole((math.prod(own.shape),) if not own.flat else own.shape), not own.flat)
+    joined = torch.empty(target.box.lengths, dtype=dtype, device="cpu")  # what is not written takes no memory
+    for piece, values in found:
+        common = _overlap(piece.box, target.box)
+        if common is not None:
+            joined[_slices(common, target.box)].copy_(values[_slices(common, piece.box)])
+    return joined if target is own else own.box.of(joined.view(own.sizes))
 
 
 def _overlap(box: Box, other: Box) -> Box | None:

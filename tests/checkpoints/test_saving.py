@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from superoffload import AdamW, checkpoints
-from superoffload.checkpoints import folder as folders
 from superoffload.checkpoints.tensor_files import TensorFile
 from superoffload.engine.snapshot import ShardState, Snapshot
 from superoffload.errors import DiskError, StateError
@@ -165,19 +164,6 @@ def test_without_memory_for_copies_a_step_waits_for_its_part(tmp_path: Path, hel
     assert held.is_set(), "the timer, and nothing else, has let the step go on"
     assert saving.wait(60) and saving.largest_extra_bytes == 0
     assert_resumes(tmp_path / "a", at_save)
-    run.optimizer.close()
-
-
-def test_a_second_checkpoint_waits_for_the_first_one(tmp_path: Path) -> None:
-    run = Run(0, torch.float32)
-    savings = []
-    for step in range(4):
-        run.steps(range(step, step + 1))
-        name = tmp_path / f"step-{step}"
-        savings.append(checkpoints.save_in_background(name, run.model, run.optimizer, keep=2))
-    for saving in savings:
-        saving.wait(60)
-    assert [path.name for path in folders.finished(tmp_path)] == ["step-2", "step-3"]
     run.optimizer.close()
 
 

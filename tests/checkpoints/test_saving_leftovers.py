@@ -13,6 +13,7 @@ import pytest
 
 from superoffload import checkpoints
 from superoffload.checkpoints import folder as folders
+from superoffload.checkpoints import saving
 from superoffload.errors import StateError
 
 MARK = "0123456789ab"
@@ -47,17 +48,19 @@ def test_what_is_removed_and_what_stays(tmp_path: Path, reader: Any) -> None:
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-10", "step-11-a", "step-12"]
 
 
-def test_of_two_saves_under_one_name_the_first_is_told(tmp_path: Path, reader: Any) -> None:
-    """The second one begins while the first one writes, in a process of another start of the same job."""
-    write = folders.write_durably
+@pytest.mark.parametrize(("owner", "name"), [(folders, "write_durably"), (saving.Job, "complete")])
+def test_of_two_saves_under_one_name_the_first_is_told(owner: Any, name: str, tmp_path: Path, reader: Any) -> None:
+    """The second one begins while the first one writes, or has written its part, in a process of another start of the
+    same job."""
+    go_on = getattr(owner, name)
 
     def second(*arguments: Any) -> None:
-        with mock.patch.object(folders, "write_durably", write):
+        with mock.patch.object(owner, name, go_on):
             checkpoints.save(tmp_path / "step-1", *reader)
-        write(*arguments)
+        go_on(*arguments)
 
-    with mock.patch.object(folders, "write_durably", second), pytest.raises(StateError) as caught:
-        checkpoints.save(tmp_path / "step-1", *reader)
+    with mock.patch.object(owner, name, second), pytest.raises(StateError) as caught:
+        checkpoints.save(tmp_path / "step-1", *reader, timeout=5.0)
     assert f"{tmp_path / 'step-1'}: not saved, another save under this name began" in str(caught.value)
     assert os.listdir(tmp_path) == ["step-1"]
     checkpoints.load(tmp_path / "step-1", *reader)

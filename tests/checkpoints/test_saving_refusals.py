@@ -17,7 +17,7 @@ from torch import nn
 
 from superoffload import AdamW, CPUAdamW, checkpoints
 from superoffload.checkpoints import folder as folders
-from superoffload.checkpoints.tensor_files import Entry, TensorFile
+from superoffload.checkpoints.tensor_files import TensorFile
 from superoffload.errors import ArgumentError, DiskError, StateError
 from tests.support.adamw_training import model_of
 from tests.support.forged_checkpoints import with_state
@@ -44,9 +44,8 @@ def truncate(path: Path) -> None:
 def in_its_place(path: Path) -> None:
     """Another safetensors file of the same size."""
     size = path.stat().st_size
-    file = TensorFile(path.with_name("x"), [Entry("a", torch.uint8, (size - 128,))], {})
-    file.write("a", [torch.zeros(size - 128, dtype=torch.uint8)])
-    file.finish()
+    with TensorFile(path.with_name("x"), {"a": (torch.uint8, (size - 128,))}, {}) as file:
+        file.write("a", [torch.zeros(size - 128, dtype=torch.uint8)])
     os.replace(file.path, path)
     os.truncate(path, path.stat().st_size)
 
@@ -229,7 +228,7 @@ def test_keep_says_when_it_removed_nothing(tmp_path: Path, reader: Any, monkeypa
     checkpoints.save(tmp_path / "step-1", *reader)
     with monkeypatch.context() as patch:
         finished = folders.finished
-        patch.setattr(folders, "finished", lambda root: finished(root)[:1])
+        patch.setattr(folders, "finished", lambda root: list(finished(root))[1:])
         with pytest.raises(StateError, match=r"step-2: not whole when it was read back .keep=1 does not find it"):
             checkpoints.save(tmp_path / "step-2", *reader, keep=1)
 

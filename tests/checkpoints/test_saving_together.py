@@ -79,7 +79,7 @@ def test_every_save_that_returned_is_whole(
         assert [len(one) for one in saved] == [SAVES] * (processes // parents)
         for one in saved:
             assert_whole(folder, one[-1:] if keep else one, reader)
-        assert len(finished(folder)) == len(saved) * (keep or SAVES)
+        assert len(list(finished(folder))) == len(saved) * (keep or SAVES)
         assert not list(folder.glob(".*"))
 
 

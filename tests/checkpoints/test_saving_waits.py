@@ -15,7 +15,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from superoffload import checkpoints
-from superoffload.checkpoints import part_files
+from superoffload.checkpoints import saving
 from superoffload.checkpoints.tensor_files import TensorFile
 from tests.support.rank_processes import on_ranks, optimizer_of
 from tests.support.saved_ranks import build, step
@@ -57,10 +57,10 @@ def waits(folder: str) -> dict[str, str]:
         for name, rank, what, harm, timeout in (
             ("not-confirmed", 1, "folder.sync_folder", failing(errno.EIO), 60.0),
             ("not-read", 1, "folder.read_manifest", mock.Mock(side_effect=AssertionError("the whole one")), 60.0),
-            ("not-listed", 1, "part_files.os.listdir", failing(errno.EACCES), 60.0),
+            ("not-listed", 1, "saving.os.listdir", failing(errno.EACCES), 60.0),
             # The first rank writes for longer than the time-out: file by file, then nothing at all.
             ("slow", 0, "tensor_files.TensorFile.write", late(0.02, TensorFile.write), 0.5),
-            ("silent", 0, "saving.complete", late(1.2, part_files.complete), 0.5),
+            ("silent", 0, "saving.Job.complete", late(1.2, saving.Job.complete), 0.5),
         ):
             with on_rank(rank, what, harm):
                 told[name] = error_of(partial(checkpoints.save, f"{folder}/{name}", model, optimizer, timeout=timeout))
@@ -85,7 +85,7 @@ def first_gives_up(folder: str) -> str:
     model, options = build("fsdp2")
     with (
         optimizer_of(model, **options) as optimizer,
-        on_rank(1, "saving.write_part", late(1.0, part_files.write_part)),
+        on_rank(1, "saving.Job.write_part", late(1.0, saving.Job.write_part)),
         on_rank(0, "tensor_files.os.pwrite", failing(errno.ENOSPC)),
     ):
         return error_of(lambda: checkpoints.save(f"{folder}/step-1", model, optimizer, timeout=60.0))
@@ -103,7 +103,7 @@ def in_a_row(folder: str) -> list[str]:
     model, options = build("fsdp2")
     with optimizer_of(model, **options) as optimizer:
         started = []
-        with on_rank(1, "saving.wait_until_named", late(0.4, part_files.wait_until_named)):
+        with on_rank(1, "saving.Job.wait_until_named", late(0.4, saving.Job.wait_until_named)):
             for seed in range(3):
                 step(model, optimizer, seed)
                 path = f"{folder}/step-{seed}"

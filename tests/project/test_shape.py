@@ -21,7 +21,7 @@ BUDGET = {
     "engine": (3790, 17),
     "links": (1900, 12),
     "distributed": (1892, 6),
-    "checkpoints": (1937, 8),
+    "checkpoints": (1698, 6),
     "integrations": (4110, 22),
     "host": (938, 9),
     "tools": (1466, 9),
