@@ -21,26 +21,26 @@ from tests.support.hybrid_device import hybrid, megatron, parameters, set_gradie
 
 OURS, FUSED, PLAIN = "CPUAdamW", "torch fused", "torch"
 WHOLE, ALONE = "with copies", "the step alone"
+_THREADS = 2  # of every contestant
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = command.parser("hybrid_device", (__doc__ or "").split("\n")[0], plot=False)
     command.add_option(parser, "--count", type=int, default=200, help="parameters")
     command.add_option(parser, "--numel", type=int, default=1 << 18, help="elements of each")
-    command.add_option(parser, "--threads", type=int, default=2, help="of every contestant")
     command.add_option(parser, "--seconds", type=float, default=100.0, help="of measuring")
     return parser
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    command.positive(args, "count", "numel", "threads", "seconds")
+    command.positive(args, "count", "numel", "seconds")
     count, numel, seconds = (4, 1 << 12, 0.1) if args.quick else (args.count, args.numel, args.seconds)
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(_THREADS)
     print(f"{'overlap':8} {'what':16} {'optimizer':12} {'ms median':>10} {'ms min':>10} {'times as long':>14}")
     rows: list[dict[str, Any]] = []
     with without_streams(), ExitStack() as stack:
         theirs = megatron("megatron.core.optimizer")
-        adapter.enable(threads=args.threads)
+        adapter.enable(threads=_THREADS)
         stack.callback(adapter.disable)
         classes = {OURS: (theirs.CPUAdam, True), FUSED: (torch.optim.AdamW, True), PLAIN: (torch.optim.AdamW, False)}
         for overlap, what in ((True, WHOLE), (True, ALONE), (False, WHOLE)):
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                     "optimizers": count if overlap else 1,
                     "tensors": count,
                     "numel": count * numel,
-                    "threads": args.threads,
+                    "threads": _THREADS,
                     "rounds": len(one.seconds),
                     "seconds_median": one.median,
                     "seconds_min": one.minimum,

@@ -23,8 +23,6 @@ _NORM = 1.0  # of gradients that hardly ever clip
 
 def make_parser() -> argparse.ArgumentParser:
     parser = command.parser("in_place", (__doc__ or "").split("\n")[0], plot=False)
-    command.add_option(parser, "--count", type=int, default=48, help="parameters")
-    command.add_option(parser, "--numel", type=int, default=1 << 20, help="elements of each")
     command.add_option(parser, "--seconds", type=float, default=60.0, help="of measuring")
     return parser
 
@@ -61,8 +59,8 @@ def torch_step(params: Sequence[Tensor]) -> Callable[[], None]:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    command.positive(args, "count", "numel", "seconds")
-    count, numel, seconds = (8, 1 << 16, 0.1) if args.quick else (args.count, args.numel, args.seconds)
+    command.positive(args, "seconds")
+    count, numel, seconds = (8, 1 << 16, 0.1) if args.quick else (48, 1 << 20, args.seconds)
     contestants: list[Contestant] = []
     kept = {TORCH: 16.0}  # bytes per parameter: masters, moments, and fp32 gradients
     with ExitStack() as stack:

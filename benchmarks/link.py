@@ -17,6 +17,7 @@ from superoffload import _native
 Row = dict[str, Any]
 
 WAITING, ARRIVAL = "waiting", "arrival to first chunk"
+_WORKERS = (2, 16, 64)
 _NUMEL = 1024  # of every bucket: all but the arithmetic is measured
 _ASLEEP_SECONDS = 1e-3  # time for workers to fall asleep again
 
@@ -92,22 +93,14 @@ def _line(row: Row) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command.parser(
-        "link",
-        "Processor seconds of workers that wait for a gradient, and the time from an arrival to the first chunk.",
-        plot=False,
-    )
-    parser.add_argument("--threads", nargs="+", type=int, default=(2, 16, 64), metavar="N", help="waiting workers")
-    command.add_option(parser, "--seconds", type=float, default=3.0, help="to wait, with each number of workers")
-    command.add_option(parser, "--arrivals", type=int, default=1000, help="that wake workers")
-    return parser
+    about = "Processor seconds of workers that wait for a gradient, and the time from an arrival to the first chunk."
+    return command.parser("link", about, plot=False)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    command.positive(args, "threads", "seconds", "arrivals")
-    seconds, arrivals = (0.2, 20) if args.quick else (args.seconds, args.arrivals)
-    rows = [measure_waiting(threads, seconds) for threads in args.threads]
-    rows += [measure_arrivals(threads, arrivals) for threads in args.threads]
+    seconds, arrivals = (0.2, 20) if args.quick else (3.0, 1000)
+    rows = [measure_waiting(threads, seconds) for threads in _WORKERS]
+    rows += [measure_arrivals(threads, arrivals) for threads in _WORKERS]
     print("\n".join(map(_line, rows)))
     return {"rows": rows}
 

@@ -27,16 +27,13 @@ _WIDTH = 4096
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command.parser(
+    return command.parser(
         "memory",
         "Trains with each setting of masters and moments in a process of its own, and compares what its memory grows "
         "by with stats() after the last step, and with plan at the peak. Exits with 1 if stats() is off by more than "
         "3 %%, or the peak more than that above plan and what backward alone takes. Linux only.",
         plot=False,
     )
-    command.add_option(parser, "--numel", type=float, default=4e8, help="parameters, in bf16")
-    command.add_option(parser, "--steps", type=int, default=40, help="of each setting")
-    return parser
 
 
 class Layers(nn.Module):
@@ -106,8 +103,7 @@ def _resident(field: str) -> int:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    command.positive(args, "numel", "steps")
-    numel, steps = (3 * 10**7, 8) if args.quick else (int(args.numel), args.steps)
+    numel, steps = (3 * 10**7, 8) if args.quick else (4 * 10**8, 40)
     columns = ("resident", "stats", "peak", "planned", "journal_reserved")
     print(f"{'bytes per parameter':32}" + "".join(f"{column:>17}" for column in columns))
     rows, missed = [], []

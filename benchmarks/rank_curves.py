@@ -21,15 +21,13 @@ from tests.convergence.suite import verify_ranks
 
 def make_parser() -> argparse.ArgumentParser:
     parser = command.parser("rank_curves", (__doc__ or "").split("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    command.add_option(parser, "--steps", type=int, default=200, help="of every run")
     command.add_option(parser, "--max-grad-norm", type=float, default=Setup().max_grad_norm, help="the threshold")
     return parser
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    command.positive(args, "ranks", "steps", "max_grad_norm")
-    ranks, steps = ([2], 45) if args.quick else (args.ranks, args.steps)
+    command.positive(args, "max_grad_norm")
+    ranks, steps = ([2], 45) if args.quick else ([2, 4], 200)
     setup = dataclasses.replace(Setup(), steps=steps, max_grad_norm=args.max_grad_norm)
     curves: dict[str, list[float]] = {}
     rows: list[dict[str, Any]] = []

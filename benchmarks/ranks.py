@@ -22,34 +22,25 @@ from superoffload import kernels
 from tests.convergence.local_ranks import LocalRanks
 
 CONTESTANTS = ("off", "light", "full")
+_RANKS = 2
 _WARM_UP = 4  # the first three steps are checked in full, whatever the option
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command.parser(
+    return command.parser(
         "ranks",
-        "Trains a sharded model (FSDP2, gloo, this machine's processors) with rank_check off, light and full in turn, "
-        "and times the checks inside the steps. The smaller --rows, the shorter a step and the larger the share of the "
-        "checks.",
+        "Trains a sharded model (FSDP2, gloo, two ranks on this machine's processors) with rank_check off, light and "
+        "full in turn, and times the checks inside the steps. The fewer tokens, the larger the share of the checks.",
         plot=False,
     )
-    command.add_option(parser, "--ranks", type=int, default=2, help="processes on this machine")
-    command.add_option(parser, "--hidden", type=int, default=512, help="width of the model")
-    command.add_option(parser, "--layers", type=int, default=4, help="of the model")
-    command.add_option(parser, "--rows", type=int, default=4, help="of 64 tokens, per rank and step")
-    command.add_option(parser, "--rounds", type=int, default=6, help="turns of each option")
-    command.add_option(parser, "--steps", type=int, default=4, help="per turn")
-    return parser
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    command.positive(args, "ranks", "hidden", "layers", "rows", "rounds", "steps")
-    if args.quick:
-        args.hidden, args.layers, args.rows, args.rounds, args.steps = 64, 1, 2, 1, 1
-    mlp = int(args.hidden * 2.6875)
-    model = ModelConfig(layers=args.layers, hidden=args.hidden, heads=8, kv_heads=4, mlp=mlp, sequence=64)
-    with LocalRanks(args.ranks) as local:
-        measured = local.run(measure_rank, model, args.rows, args.rounds, args.steps, limit=550.0)
+    hidden, layers, sequences, rounds, turn = (64, 1, 2, 1, 1) if args.quick else (512, 4, 4, 6, 4)
+    mlp = int(hidden * 2.6875)
+    model = ModelConfig(layers=layers, hidden=hidden, heads=8, kv_heads=4, mlp=mlp, sequence=64)
+    with LocalRanks(_RANKS) as local:
+        measured = local.run(measure_rank, model, sequences, rounds, turn, limit=550.0)
     rows: list[dict[str, Any]] = []
     for name in CONTESTANTS:
         # Per step the slowest rank counts.
@@ -59,12 +50,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         step, check = statistics.median(steps), statistics.median(checks)
         row = {
             "name": name,
-            "ranks": args.ranks,
+            "ranks": _RANKS,
             "isa": kernels.current_isa(),
             "threads": 1,
             "dtype": "bf16",
             "numel": measured[0]["numel"],
-            "tokens": args.rows * model.sequence,
+            "tokens": sequences * model.sequence,
             "steps": len(steps),
             "seconds_median": step,
             "seconds_min": min(steps),

@@ -26,11 +26,11 @@ from benchmarks.emulation.training import (
     Workload,
 )
 from superoffload.engine.schedule import Kind, Schedule, StepTimes, period
-from superoffload.errors import ArgumentError
 
 Row = dict[str, Any]
 
-FLOPS = 400e12
+PARAMETERS, FLOPS = 7e9, 400e12
+TOKENS = (2048, 4096, 6144, 8192, 12288)  # per step
 MACHINES = {"Superchip": GRACE, "behind PCI Express 5": BEHIND_PCIE}
 H200_PARAMETERS, H200_FLOPS = 0.974e9, 435e12  # of the GPU suite's model, and what that GPU reached with it
 PARTS = ("model", "delivery", "traces", "micro-batches")
@@ -51,32 +51,27 @@ def make_parser() -> argparse.ArgumentParser:
         "Drives the real engine and schedule with an emulated accelerator, in virtual time. Exits with 1 if adaptive "
         "is more than 3 %% slower than the best fixed choice on any sequence of verdicts.",
     )
-    command.add_option(parser, "--parameters", type=float, default=7e9, help="of the model")
-    tokens = (2048, 4096, 6144, 8192, 12288)
-    parser.add_argument("--tokens", type=int, nargs="+", metavar="N", default=tokens, help="per step")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="some of it (default: all)")
-    command.add_option(parser, "--trace-steps", type=int, default=200, help="of each sequence of verdicts")
     return parser
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    command.positive(args, "parameters", "tokens")
-    if args.trace_steps <= 2 * SETTLED_IN:
-        raise ArgumentError(f"trace_steps={args.trace_steps}: the first {SETTLED_IN} are not counted; expected more")
-    if args.quick:
-        args.tokens, args.trace_steps = args.tokens[:2], 60
-    measured: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
+    measured: dict[str, Callable[[bool], Iterator[Row]]] = {
         "model": _model, "delivery": _delivery, "traces": _traces, "micro-batches": _micro_batches,
     }  # fmt: skip
     rows: list[Row] = []
     for part in args.parts:
-        for row in measured[part](args):
+        for row in measured[part](args.quick):
             rows.append(row)
             print(f"{row['name']:64} {row['ratio']:6.3f} of {row['ratio_to']}", flush=True)
     limit = {"model": {**_facts(GRACE), "flops": FLOPS}}
     limit["delivery"] = {name: _facts(machine) for name, machine in MACHINES.items()}
     missed = [row["name"] for row in rows if row["part"] == "trace" and row["ratio"] > SLOWEST]
     return {"limit": limit, "rows": rows, "missed": missed}
+
+
+def _tokens(quick: bool) -> tuple[int, ...]:
+    return TOKENS[:2] if quick else TOKENS
 
 
 def _facts(machine: Machine) -> dict[str, Any]:
@@ -94,10 +89,10 @@ def _settled(training: EmulatedTraining, clips: bool) -> float:
     return median(training.run([clips] * (_WARM + _COUNTED))[_WARM:])
 
 
-def _model(args: argparse.Namespace) -> Iterator[Row]:
+def _model(quick: bool) -> Iterator[Row]:
     """Yields steps over the bound: others' by arithmetic, ours by the real engine and schedule."""
-    for tokens in args.tokens:
-        workload = Workload.of_tokens(args.parameters, tokens, FLOPS)
+    for tokens in _tokens(quick):
+        workload = Workload.of_tokens(PARAMETERS, tokens, FLOPS)
         found = {(SYNCHRONOUS, True): synchronous(workload, GRACE), (IN_BACKWARD, False): in_backward(workload, GRACE)}
         for name, make in CONTESTANTS.items():
             for clips in (False, True):
@@ -107,11 +102,11 @@ def _model(args: argparse.Namespace) -> Iterator[Row]:
             yield _row(f"{tokens} tokens: {name}, {_VERDICTS[clips]}", workload, GRACE, seconds, **facts)
 
 
-def _delivery(args: argparse.Namespace) -> Iterator[Row]:
+def _delivery(quick: bool) -> Iterator[Row]:
     """Yields speculated steps without clips, whose new parameters travel before the verdict or after it."""
     for machine_name, machine in MACHINES.items():
-        for tokens in args.tokens:
-            workload = Workload.of_tokens(args.parameters, tokens, FLOPS)
+        for tokens in _tokens(quick):
+            workload = Workload.of_tokens(PARAMETERS, tokens, FLOPS)
             for name, (stages, on_demand) in DELIVERIES.items():
                 schedule = Schedule("always")
                 training = EmulatedTraining(workload, machine, schedule, on_demand=on_demand, stages=stages)
@@ -120,12 +115,12 @@ def _delivery(args: argparse.Namespace) -> Iterator[Row]:
                 yield _row(what, workload, machine, _settled(training, False), **facts)
 
 
-def _traces(args: argparse.Namespace) -> Iterator[Row]:
+def _traces(quick: bool) -> Iterator[Row]:
     """Compares adaptive with the best fixed choice on every named sequence of verdicts."""
-    for tokens in args.tokens:
-        workload = Workload.of_tokens(args.parameters, tokens, FLOPS, layers=16)
+    for tokens in _tokens(quick):
+        workload = Workload.of_tokens(PARAMETERS, tokens, FLOPS, layers=16)
         for name in TRACES:
-            steps = 1200 if "1000" in name and not args.quick else args.trace_steps
+            steps = 60 if quick else 1200 if "1000" in name else 200
             result = run_trace(name, workload, GRACE, steps)
             counted = steps - SETTLED_IN
             facts = {"part": "trace", "trace": name, "tokens": tokens, "steps": steps}
@@ -134,10 +129,10 @@ def _traces(args: argparse.Namespace) -> Iterator[Row]:
             yield {**row, "ratio_to": result.best, "ratio": result.ratio}
 
 
-def _micro_batches(args: argparse.Namespace) -> Iterator[Row]:
+def _micro_batches(quick: bool) -> Iterator[Row]:
     """Yields steps in several micro-batches, of which only the last one's gradients are final."""
     for tokens in (8192, 32768):
-        for count in (1, 2, 4, 8) if not args.quick else (2,):
+        for count in (2,) if quick else (1, 2, 4, 8):
             workload = Workload.of_tokens(H200_PARAMETERS, tokens, H200_FLOPS, layers=33, micro_batches=count)
             for name, make in CONTESTANTS.items():
                 for clips in (False, True):

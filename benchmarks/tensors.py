@@ -37,6 +37,7 @@ CONTESTANTS = (AUTOGRAD, FUSED, OURS, KERNELS, ON_DEMAND)
 PHASES = ("forward", "backward", "step", "zero_grad")
 BOTH = ("backward", "step")
 
+_NUMEL = 256  # elements per tensor
 _WARM_UP = 4  # steps of each contestant: the first ones lay out buckets
 _LR, _NEVER_CLIPS = 1e-4, 1e30
 _UNWANTED = ("skipped_steps", "clipped_steps", "buckets_replayed")
@@ -53,7 +54,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     counts = (250, 1000, 2000, 5000, 20000)
     parser.add_argument("--counts", type=int, nargs="+", metavar="N", default=counts, help="tensors of the model")
-    command.add_option(parser, "--numel", type=int, default=256, help="elements per tensor")
     command.add_option(
         parser,
         "--idle",
@@ -123,8 +123,8 @@ class _Contestant:
         self.seconds: Seconds = {phase: [] for phase in PHASES}
         self._count, self._used = count, max(1, count - round(args.idle * count))
         self._random = random.Random(0)  # the same for all contestants
-        self._model = _Model(count, args.numel)
-        self._x = torch.randn(args.numel, generator=torch.Generator().manual_seed(0))
+        self._model = _Model(count, _NUMEL)
+        self._x = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0))
         self.optimizer = _optimizer(name, self._model, args.processors)
         for _ in range(_WARM_UP):
             self._step()
@@ -161,7 +161,7 @@ class _Contestant:
 
 
 def run(args: argparse.Namespace) -> Row:
-    command.positive(args, "counts", "numel", "processors", "rounds", "steps")
+    command.positive(args, "counts", "processors", "rounds", "steps")
     cpus = allowed_cpus()[: args.processors]
     if len(cpus) < args.processors or not 0.0 <= args.idle < 1.0:
         raise ArgumentError(f"processors={args.processors}, idle={args.idle}: more than there are, or no share below 1")
@@ -177,7 +177,7 @@ def run(args: argparse.Namespace) -> Row:
         for count in sorted(set(args.counts)):
             rows += _measure(args, count)
             gc.collect()
-    settings = {key: getattr(args, key) for key in ("numel", "idle", "rounds", "steps")}
+    settings = {"numel": _NUMEL, **{key: getattr(args, key) for key in ("idle", "rounds", "steps")}}
     return {"settings": {**settings, "cpus": list(cpus)}, "rows": rows}
 
 
@@ -207,7 +207,7 @@ def _row(found: Mapping[str, _Contestant], name: str, args: argparse.Namespace, 
         "isa": kernels.current_isa() if name in (OURS, KERNELS, ON_DEMAND) else "",
         "threads": args.processors,
         "tensors": count,
-        "numel": count * args.numel,
+        "numel": count * _NUMEL,
         "idle": args.idle,
         "samples": len(whole),
         "seconds_median": median(whole),

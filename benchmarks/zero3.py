@@ -44,9 +44,6 @@ def make_parser() -> argparse.ArgumentParser:
         "the same processes, steps taken in turn. Ratios are those of turns side by side.",
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="N", help="each measured")
-    command.add_option(parser, "--width", type=int, default=768, help="of the hidden layers")
-    command.add_option(parser, "--layers", type=int, default=4, help="of 8 width^2 parameters each")
-    command.add_option(parser, "--tokens", type=int, default=256, help="per rank and step")
     command.add_option(parser, "--rounds", type=int, default=8, help="turns of each contestant")
     command.add_option(parser, "--steps", type=int, default=3, help="per turn")
     parser.add_argument("--clip", type=float, nargs="+", default=[0.0, 0.05], help="thresholds; 0: no clipping")
@@ -54,9 +51,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class Workload(NamedTuple):
-    width: int
-    layers: int
-    tokens: int
+    width: int  # of the hidden layers
+    layers: int  # of 8 width^2 parameters each
+    tokens: int  # per rank and step
     rounds: int  # measured turns of each contestant
     steps: int  # per turn
     clip: float
@@ -206,16 +203,16 @@ def _resident() -> int:
 
 
 def run(args: argparse.Namespace) -> Row:
-    command.positive(args, "ranks", "width", "layers", "tokens", "rounds", "steps")
+    command.positive(args, "ranks", "rounds", "steps")
     if min(args.clip) < 0 or find_spec("deepspeed") is None:
         raise ArgumentError("expected thresholds of at least 0, and DeepSpeed: pip install deepspeed==0.19.8")
+    sizes = (768, 4, 256, args.rounds, args.steps)
     if args.quick:
-        args.ranks, args.clip = [1], [0.0]
-        args.width, args.layers, args.tokens, args.rounds, args.steps = 64, 1, 16, 1, 1
+        args.ranks, args.clip, sizes = [1], [0.0], (64, 1, 16, 1, 1)
     rows: list[Row] = []
     for ranks in args.ranks:
         for clip in args.clip:
-            workload = Workload(args.width, args.layers, args.tokens, args.rounds, args.steps, clip)
+            workload = Workload(*sizes, clip)
             with LocalRanks(ranks) as local:
                 found = local.run(measure_rank, workload, limit=900.0)
             for name in CONTESTANTS:

@@ -13,22 +13,37 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from superoffload import __version__
-from superoffload.errors import ArgumentError, SuperOffloadError, printable
+from superoffload.errors import ArgumentError, SuperOffloadError, printable, shown
+from superoffload.tools.output import meant
 
 COMMANDS = ("verify", "doctor", "plan", "run")
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="superoffload", description="AdamW in host memory that steps during backward, with exact results."
-    )
+    about = "AdamW in host memory that steps during backward, with exact results."
+    parser = argparse.ArgumentParser(prog="superoffload", description=about)
     parser.add_argument("--version", action="version", version=f"superoffload {__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name in COMMANDS:
         command = import_module(f"superoffload.tools.{name}")
-        command.add_parser(subparsers).set_defaults(run=command.run)
+        added = command.add_parser(subparsers)
+        added.set_defaults(run=command.run, usage=added.format_usage())
     return parser
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads the command line, and says what was meant by a command or an option that does not exist."""
+    word = arguments[0] if arguments else "-"
+    if word[:1] != "-" and word not in COMMANDS:
+        raise ArgumentError(f"{shown(word)}: {meant(word, COMMANDS)}expected a command: {', '.join(COMMANDS)}")
+    given = argparse.Namespace(command_line=["superoffload", *arguments], usage="", stray="")
+    args, unknown = build_parser().parse_known_args(arguments, given)
+    for word in unknown:
+        hint = f"did you mean {args.stray} {word}? " if args.stray and word[:1] != "-" else ""
+        hint = hint or meant(word.partition("=")[0], re.findall(r"--[\w-]+", args.usage))
+        raise ArgumentError(f"{shown(word)}: {hint}expected what --help lists")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,8 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     _let_waiting_threads_sleep()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        args = build_parser().parse_args(arguments, argparse.Namespace(command_line=["superoffload", *arguments]))
-        return int(args.run(args))
+        args = parse(arguments)
+        if "run" in args:
+            return int(args.run(args))
+        build_parser().print_help(sys.stderr)
+        return EXIT_USAGE
     except SuperOffloadError as error:
         return _fail(str(error), EXIT_USAGE if isinstance(error, ArgumentError) else EXIT_FAILED)
     except (MemoryError, RuntimeError) as error:

@@ -27,10 +27,10 @@ from superoffload.host.system import (
     usable_memory,
 )
 from superoffload.integrations.deepspeed.switch import NEWEST, OLDEST
+from superoffload.tools.machines import GIB
 from superoffload.tools.output import check_writable, write_json
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-GIB = 1 << 30
 _DRIVER = "/proc/driver/nvidia/gpus"
 _HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 _SUPERCHIP = re.compile("GH200|GB[23]00|GB10")  # in the name of a GPU
@@ -81,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
 def diagnose(system: System) -> list[Finding]:
     """Examines the machine whose /proc and /sys ``system`` reads; torch and the kernels run on the real one."""
     parts = {"processors": processors, "kernels": instruction_sets, "memory": memory, "NUMA": numa, "GPU": gpus}
-    found = [replace(one, topic=topic) for topic, part in parts.items() for one in part(system)]
-    found += [replace(one, topic="software") for one in software()]
-    return [replace(one, level=one.level or (WARNING if one.remedy else OK)) for one in found]
+    found = [(topic, one) for topic, part in parts.items() for one in part(system)]
+    found += [("software", one) for one in software()]
+    return [replace(one, topic=topic, level=one.level or (WARNING if one.remedy else OK)) for topic, one in found]
 
 
 def processors(system: System) -> Iterator[Finding]:
@@ -163,9 +163,10 @@ def driver_gpus(system: System) -> str:
 
 def numa(system: System) -> Iterator[Finding]:
     folder, allowed = "/sys/devices/system/node", set(allowed_cpus(system))
-    nodes = [name[4:] for name in system.names(folder) if re.fullmatch(r"node\d+", name)] or ["0"]
+    nodes = [name[4:] for name in system.names(folder) if re.fullmatch(r"node\d+", name)]
     own = [one for one in nodes if allowed & set(parse_cpu_list(system.text(f"{folder}/node{one}/cpulist")))]
-    yield Finding(f"nodes: {', '.join(nodes)}; this process may run on {', '.join(own or nodes)}")
+    if len(nodes) > 1:
+        yield Finding(f"nodes: {', '.join(nodes)}; this process may run on {', '.join(own or nodes)}")
     if len(own) > 1:
         remedy = f"one process per node: numactl --cpunodebind={own[0]} --membind={own[0]} ..."
         yield Finding("threads on one node read state on another, which is slow", remedy)
@@ -210,15 +211,16 @@ def software() -> Iterator[Finding]:
     have = {name: installed.get(name) for name in ("numpy", *_PACKAGES)}
     known = {"superoffload": __version__, "Python": platform.python_version(), **have}
     yield Finding(", ".join(f"{name} {found}" for name, found in known.items() if found))
-    works = dict.fromkeys((user for user, _ in _PACKAGES.values()), "works")
+    reasons: dict[str, str] = {}
     for name, (user, bounds) in _PACKAGES.items():
         found, (oldest, *newest) = have[name], bounds
         numbers = tuple(map(int, re.findall(r"\d+", re.split(r"[^\d.]", found or "")[0])))
         wanted = ">=" + ",<=".join(".".join(map(str, bound)) for bound in bounds)
         if found is None and name != "torch":
-            works[user] = f"needs {name}, not installed"
+            reasons.setdefault(user, f"needs {name}, not installed")
         elif numbers < oldest or any(numbers > last for last in newest):
-            works[user] = f"needs {name}{wanted}"
-            level = PROBLEM if name == "torch" else WARNING
-            yield Finding(f"{user}: {works[user]}, found {found or 'none'}", f"pip install '{name}{wanted}'", level)
-    yield Finding("; ".join(f"{user}: {state}" for user, state in works.items()))
+            needs, level = f"needs {name}{wanted}", PROBLEM if name == "torch" else WARNING
+            reasons.setdefault(user, needs)
+            yield Finding(f"{user}: {needs}, found {found or 'none'}", f"pip install '{name}{wanted}'", level)
+    users = dict.fromkeys(user for user, _ in _PACKAGES.values())
+    yield Finding("; ".join(f"{user}: {reasons.get(user, 'works')}" for user in users))

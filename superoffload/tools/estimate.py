@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +18,13 @@ from superoffload.tools.machines import Machine
 CONTEXT_BYTES, FRAGMENTATION = 1.5e9, 0.15  # of a GPU: CUDA and its libraries; what the allocator cannot reuse
 HOST_RESERVE, HOST_RESERVE_SHARE = 16e9, 0.25  # for the system, Python and data; at most this share of the memory
 BUCKET_ELEMENTS, BUCKETS_IN_FLIGHT = 32 << 20, 4  # the largest bucket
+GRADIENT_BYTES = {"bf16": 2, "fp32": 4}
 MOMENTS_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 / 256}  # of both; 256 codes of eight bits share a scale
 # Host bytes per parameter of one pass (docs/kernel.md): master and moments both ways, bf16 gradient and new parameter.
 PLAIN_BYTES, JOURNALED_BYTES = 28.0, 29.2
 SUM_BYTES = 12.0  # of adding a gradient to a sum in host memory: both are read, one is written
 PIPELINE_BUCKETS, LATE_BUCKETS = 64, 2  # of all; those whose parameters always travel after the verdict
-_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _LARGEST = 1 << 24  # of any size of a model or a run
 _NAMES = {  # in a config.json; the first one that it has counts, the others are older
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -90,16 +92,11 @@ def find_model(text: str) -> ModelShape:
         except (OSError, TypeError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise ArgumentError(f"model={path}: {why}; name the config.json of a decoder-only transformer") from error
-    unit = _UNITS.get(text[-1:].upper(), 1)
-    try:
-        count = float(text[:-1] if unit != 1 else text) * unit
-    except ValueError:
-        count = math.nan
+    found = re.fullmatch(r"(\d*\.?\d+(?:E\d+)?)([KMBT]?)", text.upper())
+    count = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if not 1e5 <= count <= 1e14:
-        raise ArgumentError(
-            f"model={shown(text)}: expected a number of parameters such as 7B or 350M, or the path of a Hugging Face "
-            "config.json or of the folder with it (nothing is downloaded)"
-        )
+        paths = "the path of a Hugging Face config.json or of the folder with it (nothing is downloaded)"
+        raise ArgumentError(f"model={shown(text)}: expected a number of parameters such as 7B or 350M, or {paths}")
     return typical_shape(count)
 
 
@@ -144,9 +141,8 @@ def _shape_of(values: Mapping[str, Any]) -> ModelShape:
         return next((values[name] for name in names if values.get(name)), None)
 
     sizes = {name: first(*keys) for name, keys in _NAMES.items()}
-    for name, size in sizes.items():
-        if size is None:
-            raise ArgumentError(f"{_NAMES[name][0]} is missing: add it, or install transformers, which knows defaults")
+    for name in (_NAMES[name][0] for name, size in sizes.items() if size is None):
+        raise ArgumentError(f"{name} is missing: add it, or install transformers, which knows defaults")
     experts = first("num_local_experts", "num_experts", "n_routed_experts") or 1
     ffn = first("moe_intermediate_size") if experts > 1 else None
     plain = "n_embd" in values or values.get("model_type") == "starcoder2"
@@ -164,11 +160,7 @@ def _shape_of(values: Mapping[str, Any]) -> ModelShape:
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds a run's settings; several ranks shard the model with FSDP2, each steps `accumulation` micro-batches.
-
-    `sums_on_host`: micro-batches add up there, as accumulate_dtype="fp32" does where a GPU has no room. `utilization`:
-    of the GPU's peak, in forward and backward.
-    """
+    """Holds a run's settings; several ranks shard the model with FSDP2, each steps `accumulation` micro-batches."""
 
     ranks: int = 1
     sequence: int = 2048
@@ -178,17 +170,13 @@ class Settings:
     master_dtype: str = "fp32"
     state_dtype: str = "fp32"
     gradient_dtype: str = "bf16"
-    sums_on_host: bool = False
-    utilization: float = 0.4
+    sums_on_host: bool = False  # of micro-batches, as accumulate_dtype="fp32" adds where a GPU has no room
+    utilization: float = 0.4  # of the GPU's peak, in forward and backward
 
     def __post_init__(self) -> None:
         _check_sizes({name: getattr(self, name) for name in ("ranks", "sequence", "micro_batch", "accumulation")})
         if not 0 < self.utilization <= 1:
             raise ArgumentError(f"utilization={self.utilization}: expected a share of the peak, above 0 and at most 1")
-
-    @property
-    def gradient_bytes(self) -> int:
-        return 4 if self.gradient_dtype == "fp32" else 2
 
 
 def activation_bytes(model: ModelShape, settings: Settings) -> float:
@@ -207,7 +195,7 @@ def activation_bytes(model: ModelShape, settings: Settings) -> float:
 
 def estimate_memory(model: ModelShape, settings: Settings, *, has_gpu: bool = True) -> list[dict[str, float]]:
     """Returns the peak bytes of a rank on the GPU and in host memory, by component; without a GPU all in the latter."""
-    own, width = model.parameters / settings.ranks, settings.gradient_bytes
+    own, width = model.parameters / settings.ranks, GRADIENT_BYTES[settings.gradient_dtype]
     activations, device = activation_bytes(model, settings), {"parameters": 2.0 * own}
     if settings.ranks > 1:  # FSDP2: parameters of this block and the next, a gradient
         device["gathered parameters"] = 6 * model.parameters / (model.layers + 1)
@@ -218,14 +206,12 @@ def estimate_memory(model: ModelShape, settings: Settings, *, has_gpu: bool = Tr
         device["copies on their way"] = (2 * width + 2) * bucket  # two buckets down, one up
         activations = max(activations, BUCKETS_IN_FLIGHT * width * bucket)  # gone when the last gradients wait
     device["activations"] = activations
-    host = {
-        "master weights": (4 if settings.master_dtype == "fp32" else 2) * own,
-        "moments": MOMENTS_BYTES[settings.state_dtype] * own,
-        "packed gradients": width * own,
-        "new parameters": 2.0 * own,
-        "undo journal (reserved)": JOURNAL_BYTES_PER_PARAM * own,
-    }
-    return [device, host] if has_gpu else [{}, {**device, **host}]
+    masters = 2.0 if has_gpu and settings.master_dtype == "split" else 4.0
+    host = {"master weights": masters * own, "moments": MOMENTS_BYTES[settings.state_dtype] * own}
+    if not has_gpu:  # CPUAdamW, and AdamW with speculation="never", step in place
+        return [{}, {**device, **host}]
+    host |= {"packed gradients": width * own, "new parameters": 2.0 * own}
+    return [device, {**host, "undo journal (reserved)": JOURNAL_BYTES_PER_PARAM * own}]
 
 
 def torch_on_gpu_bytes(model: ModelShape, settings: Settings) -> float:
@@ -243,10 +229,8 @@ def rooms(machine: Machine, settings: Settings) -> tuple[float, float]:
 
 
 def estimate_step(model: ModelShape, machine: Machine, settings: Settings) -> dict[str, float]:
-    """Returns seconds of a step that does not clip, by bandwidths alone; nothing where a speed is unknown.
-
-    "optimizer, hidden" runs beside other work; the others add up to the step.
-    """
+    """Returns seconds of a step that does not clip, by bandwidths alone; nothing where a speed is unknown. All but
+    "optimizer, hidden", which runs beside other work, add up to the step."""
     if not (machine.flops and machine.host_bandwidth):
         return {}
     own, tokens = model.parameters / settings.ranks, settings.sequence * settings.micro_batch * settings.accumulation
@@ -267,11 +251,10 @@ def estimate_step(model: ModelShape, machine: Machine, settings: Settings) -> di
 
 def _optimizer(model: ModelShape, machine: Machine, settings: Settings, window: float) -> tuple[float, float]:
     """Returns the seconds of optimizer and copies, and those after backward; it speculates where that is faster."""
-    own, width = model.parameters / settings.ranks, settings.gradient_bytes
+    own, width = model.parameters / settings.ranks, GRADIENT_BYTES[settings.gradient_dtype]
     down, up = width * own / machine.link_down, 2 * own / machine.link_up
     # Moments move both ways. A split master saves 2 bytes: of 8 for the master and 2 for the new parameter, 4 + 4 stay.
-    fewer = 2 * (MOMENTS_BYTES["fp32"] - MOMENTS_BYTES[settings.state_dtype]) + 2 - width
-    fewer += 2 if settings.master_dtype == "split" else 0
+    fewer = 2 * (8 - MOMENTS_BYTES[settings.state_dtype]) + 2 - width + 2 * (settings.master_dtype == "split")
     plain, journaled = ((size - fewer) * own / machine.host_bandwidth for size in (PLAIN_BYTES, JOURNALED_BYTES))
     verdict = pipeline(window, [down]) - window
     speculating = max(pipeline(window, [down, journaled]) - window + up / PIPELINE_BUCKETS, verdict + up)

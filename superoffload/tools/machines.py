@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 
 from superoffload.errors import ArgumentError, shown
 from superoffload.host.system import System, usable_memory
+from superoffload.tools.output import meant
 
 GB, GIB = 10**9, 1 << 30
 
@@ -69,8 +69,8 @@ def find_machine(name: str | None, ranks: int, system: System | None = None) -> 
     if name in MACHINES:
         return MACHINES[name]
     if name is not None:
-        meant = "".join(f"did you mean {one}? " for one in get_close_matches(name.lower(), MACHINES, n=1))
-        raise ArgumentError(f"hardware={shown(name)}: {meant}expected one of {', '.join(MACHINES)}; or leave it out")
+        names = f"{meant(name.lower(), MACHINES)}expected one of {', '.join(MACHINES)}; or leave it out"
+        raise ArgumentError(f"hardware={shown(name)}: {names}")
     import torch
 
     system = system or System()

@@ -1,12 +1,13 @@
-"""Writes what the commands print to files too, and says early when a file cannot be written."""
+"""What the commands share: options, hints, and files that are written or refused early."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ def add_option(group: argparse._ActionsContainer, flag: str, *, help: str, **set
     """Adds an argument whose help tells its default, if it has one."""
     default = settings.get("default")
     group.add_argument(flag, help=help if default is None else f"{help} (default: {default})", **settings)
+
+
+def meant(word: str, names: Iterable[str]) -> str:
+    return "".join(f"did you mean {name}? " for name in get_close_matches(word, list(names), n=1))
 
 
 def check_writable(path: str | None, argument: str) -> None:

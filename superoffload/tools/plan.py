@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import product
 from typing import Any
 
-from superoffload.errors import ArgumentError
+from superoffload.errors import ArgumentError, shown
 from superoffload.tools import estimate
-from superoffload.tools.estimate import MOMENTS_BYTES, ModelShape, Settings
+from superoffload.tools.estimate import MOMENTS_BYTES, ModelShape, Settings, typical_shape
 from superoffload.tools.machines import GB, GIB, MACHINES, Machine, find_machine
 from superoffload.tools.output import add_option, check_writable, write_json
 
@@ -33,19 +33,19 @@ _OPTIONS: dict[str, tuple[str, ...]] = {  # what it is, and the choices
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    brief = "whether a model fits a machine, and how fast it will train"
     about = "Predict memory and time of a training step, and find settings that fit. Nothing is measured."
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "plan", help="whether a model fits a machine, and how fast it will train", description=about
-    )
+    parser: argparse.ArgumentParser = subparsers.add_parser("plan", help=brief, description=about)
     parser.add_argument("--model", help="7B or so, a config.json or its folder; without it, how large it may be")
     parser.add_argument("--hardware", metavar="NAME", help=f"{', '.join(MACHINES)} (default: this machine)")
     for name, unit in _GIVEN.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar=unit, help="per GPU, as you know it")
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar=unit, help="per GPU, as you know it")
     for name, (text, *choices) in _OPTIONS.items():
         default = getattr(Settings, name)
         kind, flag = {"choices": choices} if choices else {"type": type(default)}, f"--{name.replace('_', '-')}"
         add_option(parser, flag, default=default, help=text, **kind)
     parser.add_argument("--json", metavar="PATH", help="write everything to this file too")
+    parser.set_defaults(stray="--model")  # what a word without an option is likely to be
     return parser
 
 
@@ -53,16 +53,23 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.json, "json")
     asked = Settings(**{name: getattr(args, name) for name in _OPTIONS})
     machine = find_machine(args.hardware, asked.ranks)
-    for name, unit in _GIVEN.items():
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ArgumentError(f"{name}={value:g}: expected {unit}, a number above 0")
-        machine = machine if value is None else replace(machine, **{name: value * (GIB if unit == "GiB" else GB)})
+    given: dict[str, Any] = {name: in_bytes(name, text) for name in _GIVEN if (text := getattr(args, name)) is not None}
+    machine = replace(machine, **given)
     report = largest(machine, asked) if args.model is None else plan(estimate.find_model(args.model), machine, asked)
     print("\n".join(report["lines"]))
     if args.json:
         write_json(args.json, {"command": "plan", "machine": asdict(machine), **report})
     return 0 if report["passed"] else 1
+
+
+def in_bytes(name: str, text: str) -> float:
+    """Reads a number with or without a unit."""
+    unit = _GIVEN[name]
+    also, hint = ("|GB", ", or with its unit, such as 128GB") if unit == "GiB" else ("", "")
+    found = re.fullmatch(rf"(\d*\.?\d+) *({unit}{also})?", text, re.IGNORECASE)
+    if not found or not 0 < float(found[1]) < math.inf:
+        raise ArgumentError(f"{name}={shown(text)}: expected {unit}, a number above 0{hint}")
+    return float(found[1]) * (GIB if (found[2] or unit).upper() == "GIB" else GB)
 
 
 def evaluate(model: ModelShape, machine: Machine, settings: Settings) -> dict[str, Any]:
@@ -83,7 +90,8 @@ def leaner(asked: Settings, *, has_gpu: bool) -> Iterator[Settings]:
     """Yields what was asked, and then what needs less memory, from what changes training least on."""
     moments = list(MOMENTS_BYTES)[list(MOMENTS_BYTES).index(asked.state_dtype) :]
     micros = [asked.micro_batch >> n for n in range(24) if asked.micro_batch % (1 << n) == 0]
-    masters, recomputing = {asked.master_dtype: 0, "split": 0}, {asked.checkpointing: 0, "full": 0}
+    split = "split" if has_gpu else asked.master_dtype  # in place it saves nothing
+    masters, recomputing = {asked.master_dtype: 0, split: 0}, {asked.checkpointing: 0, "full": 0}
     for moment, master, micro, on_host, checkpointing in product(moments, masters, micros, (False, True), recomputing):
         accumulation = asked.accumulation * asked.micro_batch // micro
         lean = replace(asked, state_dtype=moment, master_dtype=master, checkpointing=checkpointing)
@@ -96,7 +104,7 @@ def leaner(asked: Settings, *, has_gpu: bool) -> Iterator[Settings]:
 
 def first_that_fits(model: ModelShape, machine: Machine, asked: Settings) -> Settings | None:
     variants = leaner(asked, has_gpu=machine.gpu_memory > 0)
-    return next((settings for settings in variants if evaluate(model, machine, settings)["fits"]), None)
+    return next((one for one in variants if evaluate(model, machine, one)["fits"]), None)
 
 
 def changes(asked: Settings, found: Settings) -> str:
@@ -116,11 +124,9 @@ def plan(model: ModelShape, machine: Machine, asked: Settings) -> dict[str, Any]
     found = first_that_fits(model, machine, asked)
     columns = [evaluate(model, machine, settings) for settings in dict.fromkeys((asked, found or asked))]
     torch_bytes = estimate.torch_on_gpu_bytes(model, asked)
-    code = code_for(found) if found else []
-    lines = [
-        f"{model.parameters / 1e9:.2f}B parameters ({model.layers} layers of {model.hidden}), {about(machine, asked)}"
-    ]
-    lines += table_lines([column["tables"] for column in columns])
+    code = code_for(found, has_gpu=machine.gpu_memory > 0) if found else []
+    size = f"{model.parameters / 1e9:.2f}B parameters ({model.layers} layers of {model.hidden})"
+    lines = [f"{size}, {about(machine, asked)}", *table_lines([column["tables"] for column in columns])]
     if found:
         how = f"with {changes(asked, found)}, not as asked" if found != asked else "as asked"
         lines += [f"It fits {how}. To paste:", *(f"    {line}" for line in code)]
@@ -128,14 +134,13 @@ def plan(model: ModelShape, machine: Machine, asked: Settings) -> dict[str, Any]
         lines += ["It does not fit, with no settings of this planner.", *remedies(model, machine, asked)]
     if machine.gpu_memory:
         verdict = "fits" if torch_bytes <= estimate.rooms(machine, asked)[0] else "does not fit"
-        lines.append(
-            f"torch.optim.AdamW on the GPU, with fp32 masters and these activations, would need "
-            f"{torch_bytes / GIB:.1f} GiB: {verdict}."
-        )
-    lines.append("usable: without what CUDA, its allocator's gaps, the system and Python take (assumptions).")
-    chosen = columns[-1] if found else None
-    report = {"passed": found is not None, "parameters": model.parameters, "asked": columns[0], "found": chosen}
-    return {**report, "torch_gpu_gib": torch_bytes / GIB, "code": "\n".join(code), "lines": lines}
+        alone = "torch.optim.AdamW on the GPU, with fp32 masters and these activations"
+        lines.append(f"{alone}, would need {torch_bytes / GIB:.1f} GiB: {verdict}.")
+    others = "CUDA, its allocator's gaps, the system" if machine.gpu_memory else "the system"
+    lines.append(f"usable: without what {others} and Python take (assumptions).")
+    results = {"passed": found is not None, "asked": columns[0], "found": columns[-1] if found else None}
+    sizes = {"parameters": model.parameters, "torch_gpu_gib": torch_bytes / GIB}
+    return {**results, **sizes, "code": "\n".join(code), "lines": lines}
 
 
 def about(machine: Machine, settings: Settings) -> str:
@@ -157,7 +162,8 @@ def table_lines(columns: list[dict[str, dict[str, float]]]) -> list[str]:
 
 def remedies(model: ModelShape, machine: Machine, asked: Settings) -> list[str]:
     """Says how much host memory, how large a GPU, or how many ranks would do."""
-    roomy, lean, lines = replace(machine, host_memory=math.inf), replace(asked, master_dtype="split"), []
+    roomy, lines = replace(machine, host_memory=math.inf), []
+    lean = replace(asked, master_dtype="split") if machine.gpu_memory else asked
     for variant in (asked, lean, replace(lean, state_dtype="8bit")):
         wanted = variant if machine.gpu_memory else replace(variant, checkpointing="full")
         if found := first_that_fits(model, roomy, wanted):
@@ -177,41 +183,44 @@ def remedies(model: ModelShape, machine: Machine, asked: Settings) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def code_for(settings: Settings) -> list[str]:
+def code_for(settings: Settings, *, has_gpu: bool = True) -> list[str]:
     """Returns Python for a model of Hugging Face's on its device."""
-    arguments = ["model.parameters()", "lr=1e-5", "max_grad_norm=1.0"]
     lines = ["import superoffload, torch", "model.to(torch.bfloat16)  # the optimizer has the masters"]
     if settings.checkpointing == "full":
         lines.append("model.gradient_checkpointing_enable()  # of transformers; else torch.utils.checkpoint")
     if settings.ranks > 1:
-        arguments.append("model=model")
         lines.append("from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard")
         lines.append("policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)")
-        lines.append("for module in (*model.model.layers, model):")
-        lines.append("    fully_shard(module, mp_policy=policy)")
-    for name, argument in (("master_dtype",) * 2, ("state_dtype",) * 2, ("gradient_dtype", "accumulate_dtype")):
-        if getattr(settings, name) != getattr(Settings, name):
-            arguments.append(f'{argument}="{getattr(settings, name)}"')
+        lines += ["for module in (*model.model.layers, model):", "    fully_shard(module, mp_policy=policy)"]
+    kept = {"master_dtype": settings.master_dtype, "state_dtype": settings.state_dtype}
+    dtypes = [f'{name}="{value}"' for name, value in kept.items() if value != "fp32"]
+    dtypes += ['accumulate_dtype="fp32"'] if settings.gradient_dtype == "fp32" else []
+    arguments = ["model.parameters()", "lr=1e-5"]
+    if not has_gpu and settings.ranks == 1 and dtypes in ([], ['state_dtype="bf16"']):
+        lines.append(f"optimizer = superoffload.CPUAdamW({', '.join(arguments + dtypes)})")
+        return [*lines, "# before optimizer.step(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"]
+    arguments += ["max_grad_norm=1.0", *dtypes, *(["model=model"] if settings.ranks > 1 else [])]
+    arguments += [] if has_gpu else ['speculation="never"']  # nothing can hide there: no journal, no copies
     lines.append(f"optimizer = superoffload.AdamW({', '.join(arguments)})")
     if settings.accumulation > 1:
-        lines.append(
-            f"# `with optimizer.accumulate():` around all of the {settings.accumulation} backward() but the last"
-        )
+        around = f"all of the {settings.accumulation} backward() but the last"
+        lines.append(f"# `with optimizer.accumulate():` around {around}")
     return lines
 
 
 def largest(machine: Machine, asked: Settings) -> dict[str, Any]:
     """Reports the largest models of a usual shape that fit, from what was asked to the leanest settings."""
     recomputing = replace(asked, checkpointing="full")
-    split = replace(recomputing, master_dtype="split")
+    split = replace(recomputing, master_dtype="split") if machine.gpu_memory else recomputing
     lines, sizes = [f"The largest models of a usual shape that fit, {about(machine, asked)}:"], []
     for settings in dict.fromkeys((asked, recomputing, split, replace(split, state_dtype="8bit"))):
-        key = partial(_is_too_large, machine, settings)
-        sizes.append(_SIZES[bisect(_SIZES, False, key=key) - 1] / 1e9 if not key(_SIZES[0]) else 0.0)
+        sizes.append(_largest_size(machine, settings) / 1e9)
         lines.append(f"  {sizes[-1]:>8.3g}B with {changes(asked, settings)}")
     lines.append(f"For one in full, with code to paste, add --model, such as --model {sizes[-1]:g}B")
     return {"passed": sizes[-1] > 0, "largest_billions": sizes, "lines": lines}
 
 
-def _is_too_large(machine: Machine, settings: Settings, parameters: int) -> bool:
-    return not evaluate(estimate.typical_shape(parameters), machine, settings)["fits"]
+def _largest_size(machine: Machine, settings: Settings) -> int:
+    """Returns the parameters of the largest model of a usual shape that fits, to two digits."""
+    fitting = bisect(_SIZES, False, key=lambda size: not evaluate(typical_shape(size), machine, settings)["fits"])
+    return _SIZES[fitting - 1] if fitting else 0

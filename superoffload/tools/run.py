@@ -55,7 +55,5 @@ def replace_process(command: list[str]) -> NoReturn:
 
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:
     """Puts our ``sitecustomize`` first in PYTHONPATH; it finds superoffload, and nothing else beside it."""
-    path = [str(_INJECT)]
-    if inherited.get("PYTHONPATH"):
-        path.append(inherited["PYTHONPATH"])
+    path = filter(None, (str(_INJECT), inherited.get("PYTHONPATH")))
     return {**inherited, "PYTHONPATH": os.pathsep.join(path)}

@@ -160,19 +160,15 @@ class Result:
             return "\n".join([*buckets, last])
         if self.problems:
             return "\n".join([*buckets, *(f"FAILED: {problem}" for problem in self.problems)])
-        what = " or ".join(self.missing)
-        return "\n".join([
-            *buckets,
-            f"INCONCLUSIVE: nothing differs, but no bucket was {what}, so that this was not compared; "
-            "leave --bucket-numel at its default",
-        ])  # fmt: skip
+        what = f"no bucket was {' or '.join(self.missing)}, so that this was not compared"
+        last = f"INCONCLUSIVE: nothing differs, but {what}; leave --bucket-numel at its default"
+        return "\n".join([*buckets, last])
 
     def as_json(self, steps: int) -> dict[str, Any]:
         import torch
 
         from superoffload import __version__, kernels
 
-        buckets = ("speculated", *OUTCOMES)
         return {
             "command": "verify",
             "passed": self.passed,
@@ -180,7 +176,7 @@ class Result:
             "not_exercised": self.missing,
             "steps": steps,
             "digests_compared": self.digests_compared,
-            "buckets": {name: self.stats[f"buckets_{name}"] for name in buckets},
+            "buckets": {name: self.stats[f"buckets_{name}"] for name in ("speculated", *OUTCOMES)},
             "skipped_steps": self.stats["skipped_steps"],
             "instruction_set": kernels.current_isa(),
             "versions": {"superoffload": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -222,7 +218,7 @@ def _compare(args: argparse.Namespace, device: Any, rank: int, ranks: int, say: 
 
 
 def _difference(one: _Run, other: _Run, digests: dict[str, str]) -> str:
-    if one.loss_bits != other.loss_bits:
+    if one.loss.hex() != other.loss.hex():  # NaN too
         return "the losses differ, while everything before was equal: forward or backward is not repeatable here"
     others = other.optimizer.state_digests()
     differing = [part for part in digests if digests[part] != others[part]]
@@ -230,10 +226,8 @@ def _difference(one: _Run, other: _Run, digests: dict[str, str]) -> str:
         return ""
     norms = [run.optimizer.grad_norm for run in (one, other)]
     if repr(norms[0]) != repr(norms[1]):
-        return (
-            f"the gradient norms differ, {norms[0]!r} and {norms[1]!r}: backward is not repeatable here, or the "
-            "optimizer sums them wrongly"
-        )
+        why = "backward is not repeatable here, or the optimizer sums them wrongly"
+        return f"the gradient norms differ, {norms[0]!r} and {norms[1]!r}: {why}"
     return f"equal gradients went in, but {', '.join(differing)} came out different; {_where(one, other)}"
 
 
@@ -275,28 +269,15 @@ class _Run:
         self.numel = sum(param.numel() for param in self.model.parameters())
         if ranks > 1:
             _shard(self.model)
+        names = ("delivery", "bucket_numel", "threads", "state_dtype", "master_dtype", "seed")
+        given = {"speculation": speculation, **{name: getattr(args, name) for name in names}}
         self.optimizer: AdamW = AdamW(
-            self.model.parameters(),
-            lr=1e-3,
-            weight_decay=0.1,
-            max_grad_norm=_NEVER_CLIPS,
-            speculation=speculation,
-            delivery=args.delivery,
-            bucket_numel=args.bucket_numel,
-            threads=args.threads,
-            state_dtype=args.state_dtype,
-            master_dtype=args.master_dtype,
-            seed=args.seed,
-            model=self.model,
+            self.model.parameters(), 1e-3, weight_decay=0.1, max_grad_norm=_NEVER_CLIPS, model=self.model, **given
         )
         self._batches = _batches(args.seed * 1000 + rank, device)
         self._poisons = rank == ranks - 1
         self._last_norm = 1.0
         self.loss = 0.0
-
-    @property
-    def loss_bits(self) -> str:
-        return self.loss.hex()
 
     def step(self, trouble: Trouble) -> None:
         optimizer = self.optimizer

@@ -24,7 +24,7 @@ BUDGET = {
     "checkpoints": (1698, 6),
     "integrations": (4094, 22),
     "host": (937, 9),
-    "tools": (1466, 9),
+    "tools": (1461, 9),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from superoffload import __version__
 from superoffload.errors import SuperOffloadError
-from superoffload.tools.cli import main
+from superoffload.tools.cli import COMMANDS, main
 from superoffload.tools.output import check_writable, write_json
 
 
@@ -61,6 +61,12 @@ def test_package_runs_as_a_module() -> None:
     assert (done.returncode, done.stdout) == (0, f"superoffload {__version__}\n")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "usage: superoffload" in done.stderr
+    assert all(re.search(rf"^ +{name} +\w+ \w+", done.stderr, re.MULTILINE) for name in COMMANDS), "one line each"
+
+
+def test_a_command_that_does_not_exist_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["docter"]) == main(["--docter"]) == 2
+    assert "'docter': did you mean doctor? expected a command: verify, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])

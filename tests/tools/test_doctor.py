@@ -102,7 +102,10 @@ def test_versions_decide_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
         (warning,) = (one for one in doctor.software() if one.remedy)
         assert remedy in warning.remedy and number in warning.text and warning.level == WARNING
     installed(monkeypatch, torch="2.6.0", numpy="2.4")
-    assert [one.remedy for one in doctor.software()] == ["", ""], "what is not installed is not missed"
+    *_, adapters = doctor.software()
+    assert adapters.remedy == "" and "transformers: needs transformers, not installed" in adapters.text
+    installed(monkeypatch, **{name: good[name] for name in ("torch", "numpy", "transformers")})
+    assert "transformers: needs accelerate, not installed" in [one.text for one in doctor.software()][-1]
 
 
 @pytest.mark.parametrize("versions", [{}, {"torch": "2.5.1+cu124"}])
@@ -117,7 +120,9 @@ def test_without_a_usable_torch_nothing_trains(versions: dict[str, str], monkeyp
 
 @pytest.mark.parametrize("files", [PLAIN, GRACE])
 def test_machines_that_are_well_have_no_warning(tmp_path: Path, files: Mapping[str, str]) -> None:
-    assert warnings_on(make_machine(tmp_path, files, {"/proc/driver/nvidia/gpus/0009:01:00.0/information": None})) == []
+    system = make_machine(tmp_path, files, {"/proc/driver/nvidia/gpus/0009:01:00.0/information": None})
+    assert warnings_on(system) == []
+    assert [one.text[:11] for one in doctor.numa(system)] == (["nodes: 0, 1"] if files is GRACE else [])
 
 
 def test_a_sandbox_without_proc_and_sys_is_no_problem(tmp_path: Path) -> None:
@@ -195,7 +200,7 @@ def test_grace_that_is_not_set_up_well(tmp_path: Path) -> None:
     }
     system = make_machine(tmp_path, GRACE, {**changes, **near})
     assert "64 KiB pages" in [one.remedy for one in doctor.memory(system)][-1]
-    remedies = [one.remedy for one in doctor.numa(system)][1:]
+    remedies = [one.remedy for one in doctor.numa(system)][1:]  # behind the nodes
     assert remedies == ["sysctl kernel.numa_balancing=0 (as root)", "taskset -c 0-71 ..."]
 
 

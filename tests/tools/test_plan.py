@@ -83,11 +83,40 @@ def test_activation_checkpointing() -> None:
     assert whole - kept == 2 * layer - (2 * 32 * 2 * 64 + layer)
 
 
-def test_without_a_gpu_everything_is_in_host_memory() -> None:
-    gpu, host = estimate_memory(SEVEN, Settings(), has_gpu=False)
+@pytest.mark.parametrize(
+    ("settings", "per_parameter", "optimizer"),
+    [
+        (Settings(), 12, "CPUAdamW(model.parameters(), lr=1e-5)"),
+        (Settings(state_dtype="bf16", accumulation=2), 8, 'CPUAdamW(model.parameters(), lr=1e-5, state_dtype="bf16")'),
+        (Settings(state_dtype="8bit"), 6, "AdamW("),
+        (Settings(master_dtype="split"), 12, "AdamW("),
+    ],
+)
+def test_without_a_gpu_everything_is_in_host_memory(settings: Settings, per_parameter: int, optimizer: str) -> None:
+    gpu, host = estimate_memory(SEVEN, settings, has_gpu=False)
     assert gpu == {}
-    expected = (2 + 2 + 18) * SEVEN.parameters + activation_bytes(SEVEN, Settings())
-    assert sum(host.values()) == pytest.approx(expected)
+    in_all = sum(host.values()) - activation_bytes(SEVEN, settings)
+    assert in_all / SEVEN.parameters == pytest.approx(2 + 2 + per_parameter, rel=1e-3)
+    text = "\n".join(code_for(settings, has_gpu=False))
+    assert f"superoffload.{optimizer}" in text and ('speculation="never"' in text) == (optimizer == "AdamW(")
+    names: dict[str, Any] = {"model": nn.Linear(8, 8)}
+    exec(text, names)
+    names["model"](torch.ones(4, 8, dtype=torch.bfloat16)).float().square().mean().backward()
+    names["optimizer"].step()
+    if optimizer == "AdamW(":
+        assert names["optimizer"].stats()["journal_reserved_bytes"] == 0
+        names["optimizer"].close()
+
+
+def test_what_a_machine_without_a_gpu_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", bool)
+    assert run("--model", "100M", "--host-memory", "64")[0] == 0
+    assert run("--model", "7B", "--host-memory", "1")[0] == 1
+    said = capsys.readouterr().out
+    assert "superoffload.CPUAdamW(" in said and "CUDA" not in said and "split masters" not in said
+    assert all(one.master_dtype == "fp32" for one in leaner(Settings(), has_gpu=False))
 
 
 def test_micro_batches_add_up_and_ranks_gather() -> None:

@@ -16,6 +16,7 @@ from superoffload.host.system import System
 from superoffload.tools.cli import main
 from superoffload.tools.estimate import find_model
 from superoffload.tools.machines import GIB, MACHINES, find_machine
+from superoffload.tools.plan import in_bytes
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -81,7 +82,11 @@ def test_unusable_configs(tmp_path: Path, text: str, message: str) -> None:
         ("--model 7B --hardware rtx-1", ["hardware='rtx-1'", "rtx-4090"]),
         ("--model 7B --ranks 0", ["ranks=0"]),
         ("--model 7B --utilization 2", ["utilization=2.0"]),
-        ("--model 7B --host-memory -1", ["host_memory=-1", "GiB"]),
+        ("--model 7B --host-memory=-1", ["host_memory='-1'", "GiB"]),
+        ("--model 7B --host-memory 128XB", ["host_memory='128XB'", "128GB"]),
+        ("--model 7B --host-bandwidth 5GiB", ["host_bandwidth='5GiB'", "GB/s"]),
+        ("7B", ["did you mean --model 7B?"]),
+        ("--modle=7B", ["did you mean --model?"]),
         ("--json no/where.json", ["json=no/where.json"]),
     ],
 )
@@ -89,6 +94,20 @@ def test_wrong_arguments(arguments: str, words: list[str], capsys: pytest.Captur
     assert main(["plan", *arguments.split()]) == 2
     said = capsys.readouterr().err
     assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "size"),
+    [
+        ("host_memory", "1.5", 1.5 * GIB),
+        ("host_memory", "2GB", 2e9),
+        ("gpu_memory", "2 gib", 2 * GIB),
+        ("host_bandwidth", "40", 4e10),
+        ("host_bandwidth", ".5GB/s", 5e8),
+    ],
+)
+def test_sizes_with_and_without_a_unit(name: str, text: str, size: float) -> None:
+    assert in_bytes(name, text) == size
 
 
 @pytest.mark.parametrize(
