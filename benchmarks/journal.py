@@ -20,9 +20,9 @@ from benchmarks.training.corpus import BatchSource, load_corpus
 from benchmarks.training.model import build_model, compute_dtype, decayed_groups
 from benchmarks.training.schedule import warmup_cosine
 from superoffload import AdamW
+from superoffload.engine.journal import JOURNAL_BYTES_PER_PARAM
 
 FACTORS = (1.0, 3.0, 10.0, 30.0, 100.0)
-EXPECTED = 1.25  # bytes, the mean with gradients 3 times the clipped ones (docs/plan.md)
 SETTLED_AFTER = 10  # steps; before, exp_avg_sq changes by its own size and fewer words fit their codes
 _COLOURS = (style.BLUE, style.GREEN, style.ORANGE, style.RED, style.MUTED, style.INK)
 
@@ -105,8 +105,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
         for row, colour in zip(report["rows"], _COLOURS, strict=False):
             sizes = [math.nan if size is None else size for size in row["bytes_per_param"]]  # nothing speculated: a gap
             axes.plot(range(1, len(sizes) + 1), sizes, ".-", ms=2.5, color=colour, linewidth=1, label=row["name"])
-        label = f"{EXPECTED}: the higher mean that a plan expects"
-        axes.axhline(EXPECTED, color=style.INK, linestyle=":", linewidth=1, label=label)
+        label = f"{JOURNAL_BYTES_PER_PARAM:g}: reserved"
+        axes.axhline(JOURNAL_BYTES_PER_PARAM, color=style.INK, linestyle=":", linewidth=1, label=label)
         axes.set_ylim(bottom=0)
         axes.set_title("Journal, bytes per parameter of the speculated buckets")
         axes.set_xlabel("step")
