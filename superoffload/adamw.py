@@ -225,7 +225,7 @@ class AdamW(Optimizer):
         with self._lifetime.whole():
             self.check_usable()  # the closure, or another thread, may have closed it
             if self._permanent.groups.params():
-                if self._parts.finds_model(self._permanent):
+                if self._parts.follow_found_model(self._permanent):
                     self._start_anew()
                 self._parts.step.run(LossScale.on(self))
             else:  # the program has emptied the groups

@@ -249,7 +249,7 @@ class Bucket:
         self.pieces = list(pieces)
         self.indices = frozenset(piece.shard.index for piece in pieces)  # of its shards
         self.number = 0  # its place in the order of backward
-        self.waits: str | None = None  # why it was not stepped during backward
+        self.why_it_waits: str | None = None  # why it was not stepped during backward
         self.waits_for_all = False  # a gradient came after backward had seemed to pass it
         self.group = first.group
         self.resident = first.resident
@@ -366,7 +366,7 @@ class Bucket:
     def mark_withdrawn(self) -> None:
         """Notes that the operation never ran; the gradient may still be on its way."""
         self.running, self.doing = self.arrival, None
-        self.waits = "no worker thread had begun it by the verdict, or when a clip was certain"
+        self.why_it_waits = "no worker thread had begun it by the verdict, or when a clip was certain"
 
     def freeze(self, hyper: GroupHyper, factor: float) -> None:
         """Fixes the scalars that the bucket is stepped with and that an undo needs."""

@@ -62,7 +62,7 @@ class Speculator:
             self.consider(bucket)
         else:
             never = self._schedule.mode == "never"
-            bucket.waits = _CHOSEN.format("never") if never else "its last gradient came in step()"
+            bucket.why_it_waits = _CHOSEN.format("never") if never else "its last gradient came in step()"
 
     def count_anew(self, buckets: Iterable[Bucket]) -> None:
         """What is packed of these has changed: their squares count anew."""
@@ -73,8 +73,8 @@ class Speculator:
 
     def consider(self, bucket: Bucket) -> None:
         """Steps a packed bucket with a journal, unless there is a reason to wait for the verdict, which it notes."""
-        bucket.waits = self._reason_to_wait(bucket)
-        if bucket.waits is not None:
+        bucket.why_it_waits = self._reason_to_wait(bucket)
+        if bucket.why_it_waits is not None:
             self.held = bucket.held or self.held
             return
         if self._link.asynchronous:
@@ -171,6 +171,7 @@ class Speculator:
         self._link.unstage(bucket)
         bucket.work.release_journal()
         bucket.move(BucketState.UNDONE)
+        bucket.why_it_waits = bucket.why_it_waits or "it was stepped and undone"
         self._stats.add(buckets_undone=1)
         bucket.move(BucketState.FILLING)
         bucket.move(BucketState.READY)

@@ -135,7 +135,7 @@ class Parts:
         """Returns the value of ``AdamW.stats()``."""
         return total(self.engine.stats(), permanent.earlier)
 
-    def finds_model(self, permanent: PermanentParts) -> bool:
+    def follow_found_model(self, permanent: PermanentParts) -> bool:
         """Looks once, in the first step, for a model that reduces our gradients over ranks and was not given; returns
         whether every rank has found it, so that new parts follow it. Not where an argument excludes that."""
         setup, given = self.ranks.setup, permanent.given

@@ -19,7 +19,7 @@ from superoffload.tools.output import add_option, check_writable, write_json
 
 _SIZES = [digits * 10**power for power in range(6, 12) for digits in range(10, 100)]  # of models
 _GIVEN = {"gpu_memory": "GiB", "host_memory": "GiB", "host_bandwidth": "GB/s"}
-_OPTIONS: dict[str, tuple[str, ...]] = {  # what it is, and the choices
+_OPTIONS: dict[str, tuple[str, ...]] = {  # what it is, and the choices; each is a field of estimate.Settings
     "ranks": ("one per GPU; several shard the model with FSDP2",),
     "sequence": ("tokens per sequence",),
     "micro_batch": ("sequences per rank at once",),

@@ -106,6 +106,7 @@ def test_every_lane_and_fate(tmp_path: Path) -> None:
         ({"speculation": "never"}, "speculation='never' chose to wait"),
         ({"max_grad_norm": 1e-3}, "the gradients so far prove that the step will be clipped or skipped"),
         ({"bucket_numel": 4096}, "its last gradient came in step()"),
+        ({"lr": 1e-3}, "it was stepped and undone"),
         ({"threads": 1}, "the program holds state of param_groups[0]['params'][1]"),
     ],
 )
@@ -117,6 +118,8 @@ def test_why_a_bucket_was_stepped_after_the_verdict(options: dict[str, Any], why
         (params[0].sum() + params[2].sum() + params[3].sum()).backward()
     else:
         backward(params)
+    if "lr" in options:
+        optimizer.param_groups[0]["lr"] = 1e-4
     optimizer.step()
     optimizer.close()
     events = in_lane(steps_of(tmp_path / "t.json")[1], PROCESSORS)
