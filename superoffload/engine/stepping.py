@@ -99,9 +99,8 @@ class Speculator:
             return _CHOSEN.format(self._schedule.mode)
         if bucket.resident:
             return "its state is on the accelerator"
-        executor, snapshots = self._executor, self._snapshots
-        protect = snapshots.protect if snapshots.open else None
-        return bucket.speculate(executor.hyper, self._unscale, executor.pool.submit, protect)
+        protect = self._snapshots.protect if self._snapshots.open else None
+        return bucket.speculate(self._executor.hyper, self._unscale, self._executor.pool.submit, protect)
 
     # ---- taking back ------------------------------------------------------------------------------------------
 
