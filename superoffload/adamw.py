@@ -60,8 +60,8 @@ class AdamW(Optimizer):
         speculation: "adaptive" (chooses by prediction and measured times), "always" or "never" (docs/pipeline.md). It
             never changes a result.
         delivery: with "eager", parameters have their new values when ``step()`` returns. With "on_demand" (needs
-            ``module``), ``step()`` returns at once; forward passes and ``state_dict()`` of the module wait for the
-            parameters that they read. Call ``synchronize()`` before other code reads or writes parameters;
+            ``module`` or ``model``), ``step()`` returns at once; forward passes and ``state_dict()`` of the module wait
+            for the parameters that they read. Call ``synchronize()`` before other code reads or writes parameters;
             ``check_reads()`` finds such code (docs/pipeline.md).
         keep_grads: whether gradients stay in ``p.grad`` after they were packed. None: they stay on the CPU and with
             ``model=`` a ``DistributedDataParallel``, and are freed on a GPU, which saves their memory. Code that reads,

@@ -62,7 +62,7 @@ class Speculator:
             self.consider(bucket)
         else:
             never = self._schedule.mode == "never"
-            bucket.why_it_waits = _CHOSEN.format("never") if never else "its last gradient came in step()"
+            bucket.why_it_waits = _CHOSEN.format("never") if never else "its gradients were taken in step()"
 
     def count_anew(self, buckets: Iterable[Bucket]) -> None:
         """What is packed of these has changed: their squares count anew."""

@@ -19,7 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from superoffload.errors import ArgumentError
 from superoffload.host.signals import Alone
+from superoffload.optimizer.advice import Advice
 from superoffload.optimizer.frameworks import Framework, Reductions, TakesReduced
+
+_MOST_IDLE = 3
 
 
 class Reduction(NamedTuple):
@@ -46,6 +49,7 @@ class DdpReductions(Reductions):
         # p.grad and its version just before DDP writes the reduced gradient; (None, 0) until then.
         self._shown: dict[Tensor, tuple[Tensor | None, int]] = {}
         self._watches = False
+        self._idle = 0  # steps in a row without a reduction
         self._group = group
         self._stream: torch.cuda.Stream | None = None
         self._ordered_by_future = False  # known once there is a stream
@@ -67,6 +71,7 @@ class DdpReductions(Reductions):
 
     def begins(self, reduction: Reduction) -> None:
         """Notes that a reduction is under way."""
+        self._idle = 0
         self._waiting.append(reduction)
         self._shown.update(dict.fromkeys(reduction.params, (None, 0)))
 
@@ -91,6 +96,15 @@ class DdpReductions(Reductions):
         taker = self._taker()
         if taker is not None:
             taker.keep_reduced(param)
+
+    def stepped(self, advice: Advice) -> None:
+        self._idle += 1
+        if self._idle == _MOST_IDLE + 1:
+            advice.keep(
+                f"the DistributedDataParallel that is followed has reduced no gradient in {_MOST_IDLE} steps, so "
+                "nothing is stepped during backward. The result is right. Where the model was put into another one, "
+                "make a new optimizer for that, and load the state_dict() of this one"
+            )
 
     def leave_join(self) -> None:
         """Tells the taker that this rank has no more inputs in ``join()`` while others go on."""
@@ -161,13 +175,15 @@ class CommHook:
         self.group = model.process_group
         self.followers: WeakSet[DdpReductions] = WeakSet()
         try:
-            # DDP compares the annotations of a hook with its own types; this one has none.
-            model.register_comm_hook(None, lambda state, bucket: self.reduce(bucket))
+            model.register_comm_hook(self, _reduce)
         except RuntimeError as error:
             raise ArgumentError(
                 f"model: this DistributedDataParallel has a communication hook already ({error}); leave model= out "
                 "and gradients are read at step(), without speculation"
             ) from error
+
+    def __reduce__(self) -> Any:  # a copy of the model, as torch.save() makes one, is followed by no optimizer
+        return str, ("superoffload",)
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Reduces as DDP does without a hook."""
@@ -191,6 +207,11 @@ class CommHook:
         return future
 
 
+def _reduce(hook: CommHook, bucket: Any) -> torch.futures.Future[Tensor]:
+    return hook.reduce(bucket)
+
+
+_reduce.__annotations__ = {}  # DDP would compare them with its own types
 _HOOKS: WeakKeyDictionary[DistributedDataParallel, CommHook] = WeakKeyDictionary()
 
 

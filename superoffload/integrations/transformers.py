@@ -99,6 +99,8 @@ def _check(trainer: Any, options: dict[str, Any]) -> None:
     name = getattr(trainer.args.optim, "value", trainer.args.optim)
     if name not in _ADAMW or trainer.args.optim_args:
         raise ArgumentError(f"trainer: optim={name!r}, optim_args={trainer.args.optim_args!r}: expected {_ADAMW[0]!r}")
+    if options.get("replicated") == "shard":
+        raise ArgumentError("replicated='shard': Trainer saves the state on the first rank alone; leave it out")
     for option in _OURS_TO_SET:
         if option in options:
             raise ArgumentError(f"{option}: set by Trainer; max_grad_norm belongs into TrainingArguments")
@@ -196,6 +198,9 @@ class Offload(TrainerCallback):
             values = self._monitor.step()
             self._values = {key: value for key, value in values.items() if key.removeprefix(PREFIX) in self._names}
             state.stateful_callbacks[_KEPT] = self._monitor.state_dict()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **more: Any) -> None:
+        optimizer_of(optimizer).synchronize()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
         if logs is not None and "loss" in logs:  # not for the logs of an evaluation

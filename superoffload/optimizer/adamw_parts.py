@@ -142,17 +142,16 @@ class Parts:
         if permanent.has_looked or setup.world == 1:
             return False
         permanent.has_looked = True
-        late = (
-            given.speculation != "never" and not setup.reduced and not any(map(is_dtensor, permanent.groups.params()))
-        )
-        excluded = given.keep_grads is False or given.fp32_sums
-        model = reducing([tracked.param for tracked in self.params]) if late and not excluded else None
-        followed = Reductions()
+        plain = not any(map(is_dtensor, permanent.groups.params()))
+        late = plain and not setup.reduced and given.speculation != "never"
+        may_follow = late and given.keep_grads is not False and not given.fp32_sums
+        model = reducing([tracked.param for tracked in self.params]) if may_follow else None
+        followed: Reductions | None = None
         if model is not None:
             with suppress(ArgumentError):  # the program has registered a communication hook
                 followed = follow_reductions(model, permanent.lifetime.alone)
-        if self.ranks.all_say("the model in DDP", model is not None and type(followed) is not Reductions):
-            assert model is not None
+        if self.ranks.all_say("step 1: looking for DDP", followed is not None):
+            assert model is not None and followed is not None
             permanent.reductions, permanent.given = followed, replace(given, model=ref(model))
             return True
         if late and self.ranks.session is not None and setup.first and not any(one.early for one in self.params):

@@ -345,13 +345,13 @@ class _BeforeState(_Hook):
 # ---- delivery -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False, repr=False)
 class Undelivered:
     """Knows which parameters must not be read yet; the thread that delivers them may."""
 
-    def __init__(self, lifetime: Lifetime, engine: Engine) -> None:
-        self._lifetime = lifetime
-        self._engine = engine
-        self._delivering: int | None = None  # the delivering thread
+    _lifetime: Lifetime
+    _engine: Engine
+    _delivering: int | None = None  # the delivering thread
 
     def begin(self) -> None:
         """Notes that this thread delivers parameters."""

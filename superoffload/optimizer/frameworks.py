@@ -66,6 +66,9 @@ class Reductions:
     def finish(self) -> None:
         """Hands over, at ``step()``, what an interrupted backward has left."""
 
+    def stepped(self, advice: Advice) -> None:
+        """Learns that there were gradients to step."""
+
     def forget(self) -> None:
         """Drops the gradients of a backward that is given up."""
 

@@ -24,10 +24,8 @@ class MasterUpdates:
 
     _engine: Engine
     _advice: Advice
-
-    def __post_init__(self) -> None:
-        self._steps = 0
-        self._found = False
+    _steps: int = 0
+    _found: bool = False
 
     def follow(self, tracked: TrackedParam) -> None:
         tracked.check_still_fits()

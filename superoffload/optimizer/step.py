@@ -112,9 +112,11 @@ class Step:
         self._edits.begin()
         if scale.was_taken_out:
             self._edits.all_edited()
-        self._verdicts.unscale_by(scale.inverse)
+        self._verdicts.unscale = scale.inverse
         self._reductions.finish()
         self._edits.collect()
+        if self._engine.is_filling and self._engine.schedule.mode != "never":
+            self._reductions.stepped(self._advice)
         self._params.check_apart()
 
     def _settings(self) -> dict[str, Any]:
@@ -138,8 +140,7 @@ class Step:
         return verdict._replace(found_inf=True) if found_inf else verdict
 
     def _advise_of_held(self) -> None:
-        held = self._engine.speculator.held
-        if held is not None and not self._said_of_held:
+        if (held := self._engine.speculator.held) is not None and not self._said_of_held:
             self._said_of_held = True
             self._advice.keep(
                 f"the program keeps a tensor of optimizer.state of {held} and may read or write it at any time, so its "

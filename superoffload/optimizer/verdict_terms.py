@@ -70,9 +70,6 @@ class VerdictTerms:
     def clip_to(self, max_grad_norm: float | None) -> None:
         self.max_grad_norm = check_max_grad_norm(max_grad_norm)
 
-    def unscale_by(self, factor: float) -> None:
-        self.unscale = factor
-
     def decided(self, verdict: Verdict) -> None:
         self.last = verdict
         self.step_was_skipped = verdict.found_inf

@@ -7,6 +7,7 @@ import warnings
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -156,6 +157,32 @@ def test_ddp_that_is_made_later_is_followed_from_the_second_step_on() -> None:
             assert not any(messages)
             assert speculated[0] == 0 or replicated == "local"  # taken there before DDP reduces, and undone
             assert speculated[0] < speculated[1] < speculated[4]
+
+
+def remade(folder: str) -> tuple[list[str], list[int]]:
+    """Trains with a DDP that is saved whole after it was found, and then with another one."""
+    inner = net(torch.float32)
+    said, speculated = [], []
+    with AdamW(inner.parameters(), **OPTIONS, speculation="always") as ours:
+        model = first = DistributedDataParallel(inner)
+        for step in range(8):
+            if step == 3:
+                torch.save(first, f"{folder}/{dist.get_rank()}")
+                model = DistributedDataParallel(inner)
+            ours.zero_grad()
+            loss_of(model, step).backward()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                ours.step()
+            said += [str(one.message) for one in caught if "has reduced no gradient" in str(one.message)]
+            speculated.append(int(ours.stats()["buckets_speculated"]))
+    return said, speculated
+
+
+def test_ddp_that_is_made_anew_is_not_followed_and_that_is_said(tmp_path: Path) -> None:
+    for said, speculated in on_ranks(2, remade, str(tmp_path)):
+        assert len(said) == 1 and "make a new optimizer for that" in said[0]
+        assert speculated[2] == speculated[-1] > 0
 
 
 def uneven(kind: str, speculation: str = "adaptive") -> Any:

@@ -85,6 +85,17 @@ def test_delivery_on_demand(tmp_path: Path) -> None:
     assert losses[0] == losses[1] and len(losses[0]) > 8
 
 
+def test_parameters_have_their_last_values_when_training_ends(tmp_path: Path) -> None:
+    weights = []
+    for delivery in ("eager", "on_demand"):
+        trainer = trainer_of(tmp_path, model_of(), None, max_steps=3)
+        offload(trainer, threads=1, delivery=delivery)
+        trainer.train()
+        weights.append([param.detach().clone() for param in trainer.model.parameters()])
+        end(trainer)
+    assert all(map(torch.equal, *weights))
+
+
 def test_a_handful_of_metrics_is_logged_and_others_on_request(tmp_path: Path) -> None:
     from superoffload.integrations.transformers import LOGGED
 
@@ -183,6 +194,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             offload(trainer)
     with pytest.raises(ArgumentError, match="belongs into TrainingArguments"):
         offload(trainer_of(tmp_path, model_of(), None), max_grad_norm=1.0)
+    with pytest.raises(ArgumentError, match="Trainer saves the state on the first rank alone"):
+        offload(trainer_of(tmp_path, model_of(), None), replicated="shard")
     with pytest.raises(ArgumentError, match=r"expected a transformers.Trainer"):
         offload(model_of())
     trainer = trainer_of(tmp_path, model_of(), "always")

@@ -105,7 +105,7 @@ def test_every_lane_and_fate(tmp_path: Path) -> None:
     [
         ({"speculation": "never"}, "speculation='never' chose to wait"),
         ({"max_grad_norm": 1e-3}, "the gradients so far prove that the step will be clipped or skipped"),
-        ({"bucket_numel": 4096}, "its last gradient came in step()"),
+        ({"bucket_numel": 4096}, "its gradients were taken in step()"),
         ({"lr": 1e-3}, "it was stepped and undone"),
         ({"threads": 1}, "the program holds state of param_groups[0]['params'][1]"),
     ],

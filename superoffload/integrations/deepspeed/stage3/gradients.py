@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from deepspeed.accelerator import get_accelerator
@@ -201,26 +202,16 @@ def copies_of(stock: StockStage3, driver: PartitionDriver) -> Copies:
     return EndedCopies(hand_over) if get_accelerator().is_synchronized_device() else RunningCopies(stock, hand_over)
 
 
+@dataclass(eq=False, repr=False)
 class Gradients:
     """Follows a window's gradients."""
 
-    def __init__(
-        self,
-        stock: StockStage3,
-        driver: PartitionDriver,
-        copies: Copies,
-        ranks: Ranks,
-        failures: Failures,
-        *,
-        boundary_is_told: bool,
-    ) -> None:
-        """Takes ``boundary_is_told``: DeepSpeed knows which backward is the window's last."""
-        self._stock = stock
-        self._driver = driver
-        self._copies = copies
-        self._ranks = ranks
-        self._failures = failures
-        self._boundary_is_told = boundary_is_told
+    _stock: StockStage3
+    _driver: PartitionDriver
+    _copies: Copies
+    _ranks: Ranks
+    _failures: Failures
+    _boundary_is_told: bool  # DeepSpeed knows which backward is the window's last
 
     def take(self, params: list[Any], reduced: list[Tensor]) -> list[Tensor]:
         """Takes reduced gradient partitions, on DeepSpeed's reduce stream; returns their places in the flat buffer."""

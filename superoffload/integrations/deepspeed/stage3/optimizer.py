@@ -254,15 +254,13 @@ def assemble(given: Given, module_parameters: Sequence[Any]) -> Parts:
         list(trained(stock)), mine, [shard.name for shard in mine], check, group, options.rank_timeout
     )
     ranks, failures = agreement(session, driver, inner.settings), Failures()
-    gradients = Gradients(
-        stock, driver, copies_of(stock, driver), ranks, failures, boundary_is_told=given.boundary_is_told
-    )
+    gradients = Gradients(stock, driver, copies_of(stock, driver), ranks, failures, given.boundary_is_told)
     formulas = (
         StockFormulas(stock, driver, given.norm_of, given.norms_of_groups) if options.match_stock else OurFormulas()
     )
     window_end = WindowEnd(stock, driver, ranks, failures, formulas)
     on_demand = options.delivery == "on_demand"
-    steps = Steps(stock, driver, inner, ranks, failures, on_demand=on_demand, crowded=crowded)
+    steps = Steps(stock, driver, inner, ranks, failures, on_demand and not crowded)
     saved_state = SavedState(driver, inner, shards.states, ranks, gradients)
     readers = Readers(
         module_parameters,

@@ -51,21 +51,14 @@ class OurFormulas:
         return before
 
 
+@dataclass(eq=False, repr=False)
 class StockFormulas:
     """Takes DeepSpeed's norm (per parameter, per sub-group, in fp32) and the scale of the next step."""
 
-    def __init__(
-        self,
-        stock: StockStage3,
-        driver: PartitionDriver,
-        norm_of: Callable[[Tensor], Any],
-        norms_of_groups: Callable[[], Sequence[Any]],
-    ) -> None:
-        """Takes ``norm_of``, for one gradient partition, and ``norms_of_groups``, for all ranks, from its results."""
-        self._stock = stock
-        self._driver = driver
-        self._norm_of = norm_of
-        self._norms_of_groups = norms_of_groups
+    _stock: StockStage3
+    _driver: PartitionDriver
+    _norm_of: Callable[[Tensor], Any]  # of one gradient partition
+    _norms_of_groups: Callable[[], Sequence[Any]]  # of all ranks, from its results
 
     def norm(self, window: Window, total: float) -> Tensor:
         stock = self._stock
@@ -151,28 +144,17 @@ class WindowEnd:
         self._weights_are_checked = True
 
 
+@dataclass(eq=False, repr=False)
 class Steps:
     """Makes DeepSpeed's norm, clip and loss scale a verdict and has the engine act on it."""
 
-    def __init__(
-        self,
-        stock: StockStage3,
-        driver: PartitionDriver,
-        inner: InnerOptimizer,
-        ranks: Ranks,
-        failures: Failures,
-        *,
-        on_demand: bool,
-        crowded: bool,
-    ) -> None:
-        """Takes ``crowded``: there are more ranks than processors, so delivering later would only slow other ranks."""
-        self._stock = stock
-        self._driver = driver
-        self._inner = inner
-        self._ranks = ranks
-        self._failures = failures
-        self._may_wait = on_demand and not crowded
-        self._later = False
+    _stock: StockStage3
+    _driver: PartitionDriver
+    _inner: InnerOptimizer
+    _ranks: Ranks
+    _failures: Failures
+    _may_wait: bool  # on demand; not where ranks outnumber processors: to deliver later would only slow other ranks
+    _later: bool = False
 
     @property
     def later(self) -> bool:
