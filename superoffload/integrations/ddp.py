@@ -241,12 +241,12 @@ class Ddp(Framework):
         return isinstance(model, DistributedDataParallel)
 
     def reducing(self, params: Collection[Tensor]) -> nn.Module | None:
-        """Looks through all objects once: a program, or its framework, may wrap the model after the optimizer is made,
-        and tells nobody. None, too, where several have the parameters."""
+        """Looks through all objects once: a program, or its framework, may wrap the model after the optimizer is made.
+        None, too, where several have the parameters."""
         kinds = {DistributedDataParallel, *DistributedDataParallel.__subclasses__()}
         found = [each for each in gc.get_objects() if type(each) in kinds]
         fitting = [model for model in found if set(params) <= set(model.parameters())]
-        return fitting[0] if len(fitting) == 1 else None
+        return fitting[0] if params and len(fitting) == 1 else None
 
     def follow_reductions(self, model: nn.Module, alone: Alone) -> Reductions | None:
         if not isinstance(model, DistributedDataParallel):

@@ -83,9 +83,9 @@ CLIPPED_BEFORE = 5  # in a row: the norm is the threshold itself, up to rounding
 
 NOTHING_EARLY = (
     "gradients of parameters that every rank has in full are read at step(), so nothing is stepped during backward. "
-    "The result is right. DistributedDataParallel is followed during backward, unless it has another communication "
-    "hook, or accumulate_dtype='fp32' or keep_grads=False is given. Where your own code reduces gradients, "
-    "speculation='never' ends this warning"
+    "The result is right. A DistributedDataParallel with all of them is followed, unless it has another communication "
+    "hook, two have them, or accumulate_dtype='fp32' or keep_grads=False is given. Where your own code reduces "
+    "gradients, speculation='never' ends this warning"
 )
 
 

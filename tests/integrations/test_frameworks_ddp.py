@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW
+from superoffload.optimizer.frameworks import reducing
 from tests.support.optional_packages import needs
 from tests.support.rank_processes import loss_of, net, on_ranks
 
@@ -88,6 +89,7 @@ def as_before(case: str) -> None:
                 loss_of(models[0], seed).backward()
                 made.step()
                 made.zero_grad()
+            assert reducing([]) is None, "an optimizer whose parameters are all frozen"
             stats = made.stats()
             assert stats["buckets_speculated"] == 0 < stats["buckets_stepped"]
 
