@@ -75,11 +75,10 @@ def as_before(case: str) -> None:
     """Where gradients cannot be taken from DDP, the optimizer reads them at ``step()``."""
     with accelerator_of() as accelerator:
         inner = net(torch.float32)
-        options: dict[str, Any] = {"fp32 sums": {"accumulate_dtype": "fp32"}, "never": {"speculation": "never"}}.get(
-            case, {}
-        )
-        options = {"speculation": "always", "bucket_numel": 1024, **options}
-        with AdamW(inner.parameters(), **options) as made:
+        of_case: dict[str, Any] = {"fp32 sums": {"accumulate_dtype": "fp32"}, "never": {"speculation": "never"}}
+        options = {"speculation": "always", "bucket_numel": 1024, **of_case.get(case, {})}
+        others = [torch.nn.Parameter(torch.ones(4))] if case == "a part of the parameters" else []
+        with AdamW([*inner.parameters(), *others], **options) as made:
             models = [accelerator.prepare(inner)]
             if case == "a hook" or (case == "a hook on one rank" and dist.get_rank() == 1):
                 models[0].register_comm_hook(dist.group.WORLD, allreduce_hook)
@@ -94,7 +93,9 @@ def as_before(case: str) -> None:
             assert stats["buckets_speculated"] == 0 < stats["buckets_stepped"]
 
 
-@pytest.mark.parametrize("case", ["a hook", "a hook on one rank", "two models", "fp32 sums", "never"])
+@pytest.mark.parametrize(
+    "case", ["a hook", "a hook on one rank", "a part of the parameters", "two models", "fp32 sums", "never"]
+)
 def test_what_keeps_an_optimizer_as_it_is(case: str) -> None:
     on_ranks(2, as_before, case)
 
