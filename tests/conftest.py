@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"TEST_TURN={turn}: expected a turn and their number, such as 1/4, or none; 1/1: all")
     for item in items:
         if not is_its_turn(item, turn):
-            item.add_marker(pytest.mark.skip(reason=f"TEST_TURN={turn}: not its turn; TEST_TURN=1/1 runs all tests"))
+            item.add_marker(pytest.mark.skip(reason=f"needs its own TEST_TURN, or 1/1, not {turn}"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = missing_for_gpu() if marked else None
     if reason is not None:

@@ -243,8 +243,7 @@ class Ddp(Framework):
     def reducing(self, params: Collection[Tensor]) -> nn.Module | None:
         """Looks through all objects once: a program, or its framework, may wrap the model after the optimizer is made.
         None, too, where several have the parameters."""
-        kinds = {DistributedDataParallel, *DistributedDataParallel.__subclasses__()}
-        found = [each for each in gc.get_objects() if type(each) in kinds]
+        found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
         fitting = [model for model in found if set(params) <= set(model.parameters())]
         return fitting[0] if params and len(fitting) == 1 else None
 

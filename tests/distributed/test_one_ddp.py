@@ -123,12 +123,20 @@ def test_only_the_last_pass_of_a_step_is_stepped_early(view: bool) -> None:
         assert [count > 0 for count in some] == [True, False, False, False, True, False], "as in the step before"
 
 
+class Wrapper(DistributedDataParallel):
+    """A framework's own class."""
+
+
+class DerivedWrapper(Wrapper):
+    """A program's class, derived from that."""
+
+
 def said(by_hand: bool, **options: Any) -> tuple[list[list[str]], list[int]]:
     """The warnings and the speculated buckets of each step. The program reduces gradients, or DDP, made later."""
     inner = net(torch.float32)
     said, speculated = [], []
     with AdamW(inner.parameters(), **OPTIONS, **options) as ours:
-        model = inner if by_hand else DistributedDataParallel(inner)
+        model = inner if by_hand else DerivedWrapper(inner)
         for seed in range(5):
             ours.zero_grad()
             loss_of(model, seed).backward()

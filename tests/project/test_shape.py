@@ -22,7 +22,7 @@ BUDGET = {
     "links": (1898, 12),
     "distributed": (1886, 6),
     "checkpoints": (1698, 6),
-    "integrations": (4091, 22),
+    "integrations": (4090, 22),
     "host": (937, 9),
     "tools": (1461, 9),
 }
