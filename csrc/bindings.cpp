@@ -80,6 +80,13 @@ superoffload::RunOfShard make_run(Address master, Address exp_avg, Address exp_a
     return {run, noise_stream};
 }
 
+void set_gradients(BucketWork& work, const std::vector<Address>& addresses) {
+    std::vector<const void*> gradients;
+    gradients.reserve(addresses.size());
+    for (const Address address : addresses) gradients.push_back(pointer<const void>(address));
+    work.set_gradients(gradients);
+}
+
 void freeze(BucketWork& work, double lr, double beta1, double beta2, double eps, double weight_decay,
             double gradient_factor, bool l2, const std::vector<std::uint64_t>& steps) {
     work.freeze({lr, beta1, beta2, eps, weight_decay, 0, gradient_factor, l2}, steps);
@@ -254,6 +261,7 @@ void bind_runtime(py::module_& module) {
              py::arg("journal"))
         .def(py::init<std::vector<superoffload::RunOfShard>, std::uint64_t>(), py::arg("runs"),
              py::arg("journal_bytes"))
+        .def("set_gradients", &set_gradients, py::arg("gradients"))
         .def("freeze", &freeze, py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
              py::arg("weight_decay"), py::arg("gradient_factor"), py::arg("l2"), py::arg("steps"))
         .def("run_all", &BucketWork::run_all, py::arg("operation"), py::arg("width") = 1,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 from weakref import WeakValueDictionary
 
@@ -76,6 +77,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
 
 
+_ONE = torch.ones((), device="cpu")
 _ONE_CHUNK = 1 << 16  # elements that a thread takes at a time (csrc/runtime/bucket_work.h)
 
 
@@ -134,7 +136,8 @@ class CPUAdamW(Optimizer):
 
     def _start(self, cpus: list[int]) -> None:
         self._workers = _Workers(cpus)
-        self._works: dict[int, tuple[tuple[int, ...], _native.BucketWork]] = {}
+        self._ready: dict[Tensor, _Ready] = {}
+        self._works: dict[int, tuple[list[_Ready], _native.BucketWork]] = {}
         self._lifetime = Lifetime(self)
         self._lifetime.open()
 
@@ -171,54 +174,54 @@ class CPUAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        stepped = self._stepped()
-        # No other name holds the copies, so this one keeps them alive until all steps are done.
-        grads = {index: [_grad_in_order(param) for param in params] for index, params in stepped.items()}
+        # No other name holds gradients that were copied, so this one keeps them alive until all steps are done.
+        grads = [self._gradients(index) for index in range(len(self.param_groups))]
         with self._lifetime.alone:
             self._lifetime.check_usable()  # another thread may have closed it
-            for params in stepped.values():
-                for param in params:
-                    if self.state[param]:
-                        self._follow_order(param)
-                    else:
-                        self.state[param] = self._fresh(param)
-            failures = self._step_groups(stepped, grads)
-            for params in stepped.values():
-                torch.autograd.graph.increment_version(params)  # torch does not see the kernels' writes
+            ready = [self._make_ready(index, mine) for index, mine in enumerate(grads)]
+            failures = self._step_groups(ready, grads)
+            for mine in grads:  # torch does not see the kernels' writes
+                torch.autograd.graph.increment_version([param for param, _, _ in mine])
         if failures:
             raise WorkerError(f"{failures[0]} (the step was completed)")
         return loss
 
-    def _step_groups(self, stepped: dict[int, list[Tensor]], grads: dict[int, list[Tensor]]) -> list[str]:
+    def _step_groups(self, ready: list[list[_Ready]], grads: list[list[_Given]]) -> list[str]:
         """Steps the groups and returns the errors of worker threads. Nothing of it runs at its end."""
         running: list[_native.Completion] = []
         try:
-            for index, params in stepped.items():
-                completion = self._step_group(index, params, grads[index])
+            for index, (mine, theirs) in enumerate(zip(ready, grads, strict=True)):
+                completion = self._step_group(index, mine, theirs) if mine else None
                 if completion is not None:
                     running.append(completion)
         finally:
             failures = [failure for failure in map(_failure_of, running) if failure is not None]
         return failures
 
-    def _stepped(self) -> dict[int, list[Tensor]]:
-        """Finds the parameters with a gradient, by the index of their group, and checks all of them."""
-        found: dict[int, list[Tensor]] = {}
-        for index, group in enumerate(self.param_groups):
-            check_group(group)
-            refuse_other_steps(f"param_groups[{index}]", group, l2=self._l2)
-            for param in group["params"]:
-                check_no_main_grad(param)
-            params = [param for param in group["params"] if param.grad is not None]
-            for param in params:
-                check_parameter("parameter", param)
-                check_gradient("parameter", param, param.grad)
-                self._check_state(param)
-                if self._state_dtype != torch.float32:
-                    check_axes("parameter", _axes_of(param))
-            if params:
-                found[index] = params
+    def _gradients(self, index: int) -> list[_Given]:
+        """Checks a group and returns its parameters that have a gradient."""
+        group, ready, state, found = self.param_groups[index], self._ready, self.state, list[_Given]()
+        check_group(group)
+        refuse_other_steps(f"param_groups[{index}]", group, l2=self._l2)
+        for param in group["params"]:
+            check_no_main_grad(param)
+            grad = param.grad
+            if grad is None:
+                continue
+            known = ready.get(param)
+            if known is not None and known.fits(grad, state.get(param)):
+                found.append((param, grad, known))
+            else:
+                found.append((param, self._check(param, grad), None))
         return found
+
+    def _check(self, param: Tensor, grad: Tensor) -> Tensor:
+        check_parameter("parameter", param)
+        check_gradient("parameter", param, grad)
+        self._check_state(param)
+        if self._state_dtype != torch.float32:
+            check_axes("parameter", _axes_of(param))
+        return values_in_memory(_in_order_of(param, grad))
 
     def _check_state(self, param: Tensor) -> None:
         """Refuses state that was put beside a parameter by other means than ``load_state_dict`` and does not fit it.
@@ -263,13 +266,33 @@ class CPUAdamW(Optimizer):
             if name in state and memory_order(state[name]) != order:
                 state[name] = torch.empty_like(param, dtype=state[name].dtype).copy_(state[name])
 
-    def _step_group(self, index: int, params: list[Tensor], grads: list[Tensor]) -> _native.Completion | None:
-        group = self.param_groups[index]
-        states = [self.state[param] for param in params]
-        # New tensors: wrappers load one step into the state of all parameters, and each parameter counts its own.
-        for state, steps in zip(states, torch._foreach_add([state["step"] for state in states], 1.0), strict=True):
-            state["step"] = steps
-        work = self._work_for(index, params, grads)
+    def _make_ready(self, index: int, given: list[_Given]) -> list[_Ready]:
+        """Returns what is stepped of a group. Parameters that are new, or not as they were, get what they need."""
+        streams: dict[Tensor, int] = {}
+        if self._state_dtype != torch.float32 and any(known is None for *_, known in given):  # else nothing is rounded
+            named = named_in_group(self.param_groups[index], index)
+            streams = {param: noise_stream(self._seed, name) for name, param in named}
+        for param, grad, known in given:
+            if known is not None:
+                continue
+            if self.state[param]:
+                self._follow_order(param)
+            else:
+                self.state[param] = self._fresh(param)
+            state = self.state[param]
+            # A new tensor: wrappers load one step into the state of all parameters, and each parameter counts its own.
+            state["step"] = torch.tensor(float(state["step"]), device="cpu")
+            self._ready[param] = _Ready.of(param, state, grad, streams.get(param, 0))
+        return [known or self._ready[param] for param, _, known in given]
+
+    def _step_group(self, index: int, ready: list[_Ready], given: list[_Given]) -> _native.Completion | None:
+        group, steps = self.param_groups[index], [one.step for one in ready]
+        torch._foreach_add_(steps, _ONE)
+        kept = self._works.get(index)
+        if kept is None or kept[0] != ready:
+            kept = self._works[index] = ready, _native.BucketWork([one.run for one in ready], 0)
+        work = kept[1]
+        work.set_gradients([grad.data_ptr() for _, grad, _ in given])
         work.freeze(
             lr=float(group["lr"]),
             beta1=float(group["betas"][0]),
@@ -278,34 +301,9 @@ class CPUAdamW(Optimizer):
             weight_decay=float(group["weight_decay"]),
             gradient_factor=-1.0 if group.get("maximize") else 1.0,
             l2=self._l2,
-            steps=[int(state["step"]) for state in states],
+            steps=torch.stack(steps).long().tolist(),
         )
         return self._workers.step(work)
-
-    def _work_for(self, index: int, params: list[Tensor], grads: list[Tensor]) -> _native.BucketWork:
-        """Describes a group to the native code; makes a new description only when an address in it has changed."""
-        addresses: list[int] = []
-        runs = []
-        for param, grad in zip(params, grads, strict=True):
-            state = self.state[param]
-            master = state.get("master", param)
-            memory = (master, state["exp_avg"], state["exp_avg_sq"], grad, param)
-            addresses.extend(tensor.data_ptr() for tensor in memory)
-            addresses.append(param.numel())
-            runs.append((memory, master is param))
-        known = self._works.get(index)
-        if known is not None and known[0] == tuple(addresses):
-            return known[1]
-        streams = self._noise_streams(index, params)
-        work = _native.BucketWork([_run(*run, stream) for run, stream in zip(runs, streams, strict=True)], 0)
-        self._works[index] = (tuple(addresses), work)
-        return work
-
-    def _noise_streams(self, index: int, params: list[Tensor]) -> list[int]:
-        if self._state_dtype == torch.float32:  # nothing is rounded
-            return [0] * len(params)
-        named = {id(param): name for name, param in named_in_group(self.param_groups[index], index)}
-        return [noise_stream(self._seed, named[id(param)]) for param in params]
 
     def state_dict(self) -> StateDict:
         """Copies the state in ``torch.optim.AdamW``'s layout, plus ``master`` for bfloat16 and float16 parameters."""
@@ -332,7 +330,7 @@ class CPUAdamW(Optimizer):
                 if param in fresh:
                     self.state[param] = fresh[param]
                 self._load(param, values)
-            self._works.clear()
+            self._ready.clear()
 
     def _fits(self, param: Tensor) -> bool:
         """Tells whether the existing state fits ``param`` as it is now."""
@@ -404,28 +402,69 @@ def _in_order_of(param: Tensor, value: Tensor) -> Tensor:
     return in_order(value, memory_order(param))
 
 
-def _grad_in_order(param: Tensor) -> Tensor:
-    assert param.grad is not None
-    return values_in_memory(_in_order_of(param, param.grad))
-
-
 def _axes_of(param: Tensor) -> Axes:
     """Returns how the parameter's elements, in the order of its memory, lie in a contiguous one."""
     return () if param.is_contiguous() else Box.whole(param.shape).axes_in(param.shape, memory_order(param))
 
 
-def _run(memory: tuple[Tensor, ...], own_master: bool, stream: int) -> _native.Run:
-    master, exp_avg, exp_avg_sq, grad, param = memory
-    return _native.Run(
-        master=master.data_ptr(),
-        exp_avg=exp_avg.data_ptr(),
-        exp_avg_sq=exp_avg_sq.data_ptr(),
-        gradient=grad.data_ptr(),
-        shadow=0 if own_master else param.data_ptr(),
-        numel=param.numel(),
-        gradient_type=ELEMENT_TYPES[grad.dtype],
-        shadow_type=ELEMENT_TYPES[param.dtype],
-        state_type=ELEMENT_TYPES[exp_avg.dtype],
-        axes=() if exp_avg.dtype == torch.float32 else _axes_of(param),
-        noise_stream=stream,
-    )
+# A parameter; its gradient, contiguous in memory; what is known of it, or None if anything has changed.
+_Given = tuple[Tensor, Tensor, "_Ready | None"]
+
+
+@dataclass(eq=False, slots=True)
+class _Ready:
+    """Holds a parameter and its state that were checked, and how the native code steps them.
+
+    ``places``: how each of ``tensors`` lies in memory; the first is the parameter.
+    """
+
+    state: dict[str, Tensor]
+    step: Tensor
+    names: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+    places: tuple[tuple[Any, ...], ...]
+    grad_dtype: torch.dtype
+    run: _native.Run
+
+    @staticmethod
+    def of(param: Tensor, state: dict[str, Tensor], grad: Tensor, stream: int) -> _Ready:
+        names = tuple(name for name in ("exp_avg", "exp_avg_sq", "master") if name in state)
+        tensors = (param, *(state[name] for name in names))
+        places = tuple((one.data_ptr(), one.dtype, one.shape, one.stride()) for one in tensors)
+        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+        run = _native.Run(
+            master=state.get("master", param).data_ptr(),
+            exp_avg=exp_avg.data_ptr(),
+            exp_avg_sq=exp_avg_sq.data_ptr(),
+            gradient=0,
+            shadow=param.data_ptr() if "master" in state else 0,
+            numel=param.numel(),
+            gradient_type=ELEMENT_TYPES[grad.dtype],
+            shadow_type=ELEMENT_TYPES[param.dtype],
+            state_type=ELEMENT_TYPES[exp_avg.dtype],
+            axes=() if exp_avg.dtype == torch.float32 else _axes_of(param),
+            noise_stream=stream,
+        )
+        return _Ready(state, state["step"], names, tensors, places, grad.dtype, run)
+
+    def fits(self, grad: Tensor, state: dict[str, Tensor] | None) -> bool:
+        """Tells whether all is as it was when it was checked, and ``grad`` lies in memory as the parameter does."""
+        if state is not self.state or state.get("step") is not self.step:
+            return False
+        for name, tensor in zip(self.names, self.tensors[1:], strict=True):
+            if state.get(name) is not tensor:
+                return False
+        for tensor, place in zip(self.tensors, self.places, strict=True):
+            if (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) != place:
+                return False
+        _, _, shape, strides = self.places[0]
+        return (
+            type(grad) is Tensor
+            and grad.dtype is self.grad_dtype
+            and grad.is_cpu
+            and grad.layout is torch.strided
+            and grad.shape == shape
+            and grad.stride() == strides
+            and not grad.is_neg()
+            and grad.data_ptr() != 0
+        )

@@ -39,6 +39,14 @@ BucketWork::BucketWork(std::vector<RunOfShard> runs, std::shared_ptr<JournalMemo
     if (journal_) blocks_.resize(blocks);
 }
 
+void BucketWork::set_gradients(const std::vector<const void*>& gradients) {
+    if (gradients.size() != parts_.size()) {
+        throw std::invalid_argument("gradients: " + std::to_string(gradients.size()) +
+                                    " addresses, expected one for each of " + std::to_string(parts_.size()) + " runs");
+    }
+    for (std::size_t i = 0; i < parts_.size(); ++i) parts_[i].run.gradient = gradients[i];
+}
+
 void BucketWork::freeze(const adam::Hyper& hyper, const std::vector<std::uint64_t>& steps) {
     if (steps.size() != parts_.size()) {
         throw std::invalid_argument("steps: " + std::to_string(steps.size()) + " numbers, expected one for each of " +

@@ -40,6 +40,9 @@ class BucketWork {
     BucketWork(const BucketWork&) = delete;
     BucketWork& operator=(const BucketWork&) = delete;
 
+    // Gives the runs other gradients of the same types, one address each. No operation is running.
+    void set_gradients(const std::vector<const void*>& gradients);
+
     // Freezes the values of the next step, journaled step, replay, or publish and settle. steps[i] is the step number
     // of run i, or 0 for a run without a gradient, which is left as it is.
     void freeze(const adam::Hyper& hyper, const std::vector<std::uint64_t>& steps);

@@ -282,3 +282,48 @@ def test_two_threads_of_python_step_two_at_the_same_time() -> None:
         assert torch.equal(result_of(one), result_of(other))
     for optimizer in (*alone, *together):
         optimizer.close()
+
+
+def _halved(values: dict[str, Any], name: str, *, in_place: bool = False) -> None:
+    half = values[name].clone() * 0.5
+    if in_place:
+        values[name].data = half
+    else:
+        values[name] = half
+
+
+def _turned(tensor: Tensor | None) -> Tensor:
+    """Copies a matrix into memory that has its columns one after the other."""
+    assert tensor is not None
+    return tensor.t().contiguous().t()
+
+
+Changes = Callable[[torch.nn.Parameter, dict[str, Any], dict[str, Any]], object]
+CHANGES: dict[str, Changes] = {  # of the first parameter, its group and its state
+    "values elsewhere": lambda param, group, state: setattr(param, "data", param.data.clone() * 0.5),
+    "another order in memory": lambda param, group, state: setattr(param, "data", _turned(param.data)),
+    "another moment": lambda param, group, state: _halved(state, "exp_avg"),
+    "a moment elsewhere": lambda param, group, state: _halved(state, "exp_avg_sq", in_place=True),
+    "no state": lambda param, group, state: state.clear(),
+    "steps set back": lambda param, group, state: state["step"].fill_(1.0),
+    "another step tensor": lambda param, group, state: state.update(step=torch.tensor(9.0)),
+    "order of parameters": lambda param, group, state: group["params"].reverse(),
+    "no gradient": lambda param, group, state: setattr(param, "grad", None),
+    "gradient in another order": lambda param, group, state: setattr(param, "grad", _turned(param.grad)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_a_program_changes_between_steps_counts(change: Changes) -> None:
+    results = []
+    for kind in (torch.optim.AdamW, superoffload.CPUAdamW):
+        params = parameters()
+        optimizer = kind(params, lr=0.05)
+        for step in range(5):
+            set_gradients(params, step)
+            if step == 2:
+                change(params[0], optimizer.param_groups[0], optimizer.state[params[0]])
+            optimizer.step()
+        results.append(params)
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
