@@ -23,7 +23,7 @@ from superoffload.engine.bucket import ELEMENT_TYPES
 from superoffload.engine.moments import Axes, check_axes, noise_stream
 from superoffload.errors import ArgumentError, WorkerError
 from superoffload.host.processors import worker_cpus
-from superoffload.host.tensors import in_order, memory_order, outside_inference, values_in_memory
+from superoffload.host.tensors import in_order, is_dtensor, memory_order, outside_inference, values_in_memory
 from superoffload.optimizer.arguments import (
     as_groups,
     check_gradient,
@@ -154,6 +154,10 @@ class CPUAdamW(Optimizer):
         """Adds a group as torch does; checks its parameters like the constructor."""
         (group,) = as_groups([param_group])
         check_groups([group], self.defaults, l2=self._l2, taken=[p for g in self.param_groups for p in g["params"]])
+        for i, entry in enumerate(group["params"]):
+            name, param = entry if isinstance(entry, tuple) else (f"parameter {i}", entry)
+            if param.requires_grad:  # frozen ones are left alone
+                _check_in_host_memory(name, param)
         super().add_param_group(group)
 
     @overload
@@ -217,6 +221,7 @@ class CPUAdamW(Optimizer):
 
     def _check(self, param: Tensor, grad: Tensor) -> Tensor:
         check_parameter("parameter", param)
+        _check_in_host_memory("parameter", param)
         check_gradient("parameter", param, grad)
         self._check_state(param)
         if self._state_dtype != torch.float32:
@@ -397,6 +402,12 @@ def _failure_of(completion: _native.Completion) -> str | None:
     return None
 
 
+def _check_in_host_memory(name: str, param: Tensor) -> None:
+    if is_dtensor(param) or param.device.type != "cpu":
+        found = "a DTensor" if is_dtensor(param) else f"on {param.device}"
+        raise ArgumentError(f"{name}: {found}, expected a plain tensor on the CPU; superoffload.AdamW steps it")
+
+
 def _in_order_of(param: Tensor, value: Tensor) -> Tensor:
     """Flattens ``value``, of the parameter's shape, in the order of the parameter's elements in memory."""
     return in_order(value, memory_order(param))
@@ -418,7 +429,6 @@ class _Ready:
     ``places``: how each of ``tensors`` lies in memory; the first is the parameter.
     """
 
-    state: dict[str, Tensor]
     step: Tensor
     names: tuple[str, ...]
     tensors: tuple[Tensor, ...]
@@ -445,11 +455,11 @@ class _Ready:
             axes=() if exp_avg.dtype == torch.float32 else _axes_of(param),
             noise_stream=stream,
         )
-        return _Ready(state, state["step"], names, tensors, places, grad.dtype, run)
+        return _Ready(state["step"], names, tensors, places, grad.dtype, run)
 
     def fits(self, grad: Tensor, state: dict[str, Tensor] | None) -> bool:
         """Tells whether all is as it was when it was checked, and ``grad`` lies in memory as the parameter does."""
-        if state is not self.state or state.get("step") is not self.step:
+        if state is None or state.get("step") is not self.step:
             return False
         for name, tensor in zip(self.names, self.tensors[1:], strict=True):
             if state.get(name) is not tensor:
@@ -461,7 +471,6 @@ class _Ready:
         return (
             type(grad) is Tensor
             and grad.dtype is self.grad_dtype
-            and grad.is_cpu
             and grad.layout is torch.strided
             and grad.shape == shape
             and grad.stride() == strides

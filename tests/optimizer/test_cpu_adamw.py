@@ -6,12 +6,16 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import superoffload
 from superoffload import _native
@@ -327,3 +331,52 @@ def test_what_a_program_changes_between_steps_counts(change: Changes) -> None:
         results.append(params)
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_another_kind_count_or_are_refused() -> None:
+    half = torch.nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16))
+    signs = torch.nn.Parameter(torch.ones(6))
+    optimizer = superoffload.CPUAdamW([half, signs], lr=0.1, betas=(0.0, 0.0), weight_decay=0.0)
+    half.grad, signs.grad = torch.ones_like(half), torch.ones(6)
+    optimizer.step()
+    half.grad_dtype = None
+    half.grad, signs.grad = -torch.ones(4, 6), torch._neg_view(torch.ones(6))
+    assert signs.grad.is_neg(), "its memory has the opposite signs"
+    optimizer.step()
+    assert torch.equal(half, torch.ones_like(half)) and torch.allclose(signs, torch.ones(6))
+    wrong = torch.zeros(4, 6)
+    for grad, message in ((wrong.to_sparse(), "layout"), (wrong, r"gradient of .*\(2, 6\)")):
+        half.grad = grad
+        if not grad.is_sparse:
+            grad.data = grad.data[:2]
+        with pytest.raises(ArgumentError, match=message):
+            optimizer.step()
+
+
+def test_steps_that_parameters_share_are_counted_once_each() -> None:
+    params = parameters()
+    optimizer = superoffload.CPUAdamW(params)
+    shared = torch.tensor(3.0)
+    for step in range(3):
+        set_gradients(params, step)
+        optimizer.step()
+        if step == 0:
+            for param in params:
+                optimizer.state[param]["step"] = shared
+    assert {float(optimizer.state[param]["step"]) for param in params} == {5.0}
+
+
+def test_only_plain_tensors_in_host_memory_are_taken(tmp_path: Path) -> None:
+    class OnGpu(Tensor):
+        device = property(lambda _: torch.device("cuda:0"))
+
+    expected = "expected a plain tensor on the CPU; superoffload.AdamW"
+    with pytest.raises(ArgumentError, match=f"w: on cuda:0, {expected}"):
+        superoffload.CPUAdamW([("w", torch.nn.Parameter(torch.ones(3).as_subclass(OnGpu)))])
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        sharded = torch.nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)]))
+        with pytest.raises(ArgumentError, match=f"parameter 0: a DTensor, {expected}"):
+            superoffload.CPUAdamW([sharded])
+    finally:
+        dist.destroy_process_group()
