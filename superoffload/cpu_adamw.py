@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from superoffload import _native
 from superoffload.distributed.ownership import Box
 from superoffload.engine.bucket import ELEMENT_TYPES
+from superoffload.engine.master_halves import following
 from superoffload.engine.moments import Axes, check_axes, noise_stream
 from superoffload.errors import ArgumentError, WorkerError
 from superoffload.host.processors import worker_cpus
@@ -39,7 +40,6 @@ from superoffload.optimizer.arguments import (
 from superoffload.optimizer.gradient_source import check_no_main_grad
 from superoffload.optimizer.groups import named_in_group
 from superoffload.optimizer.lifetime import Lifetime
-from superoffload.optimizer.masters import following
 from superoffload.optimizer.state_dict import ParamState, StateDict, blocks_of, read_state, write_state
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from superoffload import _native
 from superoffload.engine.journal import JournalWidth
-from superoffload.engine.master_halves import UpperHalves, join
+from superoffload.engine.master_halves import UpperHalves, following, join
 from superoffload.errors import StateError
 
 BLOCK: int = _native.BLOCK
@@ -158,6 +158,10 @@ class Shard:
             stored.copy_(values)
         else:
             self.upper.write(at, values, remainders=stored)
+
+    def follow(self, published: Tensor) -> None:
+        """Has the masters follow the parameter, which was written: flat ``published``."""
+        self.write_masters(following(self.read_masters(), published))
 
     def splits_master(self) -> None:
         """Begins with the published values as masters: ``master``, the remainders, must be zero."""

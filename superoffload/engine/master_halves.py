@@ -42,6 +42,15 @@ def is_rounded(published: Tensor, values: Tensor) -> Tensor:
     return same
 
 
+def following(masters: Tensor, published: Tensor) -> Tensor:
+    """Returns flat ``published`` in float32; elements that still are round(master) keep the bits of flat ``masters``.
+
+    It compares bits, since the user may have written the other zero, or a NaN.
+    """
+    published = published.to(masters.device)
+    return torch.where(is_rounded(published, masters), masters, published.to(torch.float32))
+
+
 @dataclass(frozen=True)
 class _Part:
     """Describes a run of upper halves; ``first`` is the index of its first element."""

@@ -18,7 +18,6 @@ from superoffload.optimizer.arguments import ConstructorArguments, check_apart, 
 from superoffload.optimizer.engine_setup import EngineSetup
 from superoffload.optimizer.gradient_source import dtype_to_come
 from superoffload.optimizer.groups import ParamGroups
-from superoffload.optimizer.masters import follow
 from superoffload.optimizer.shown_state import ShownStates, whole_steps
 from superoffload.optimizer.state_dict import ShownSteps
 from superoffload.optimizer.tracked_param import TrackedParam, remember_values
@@ -152,7 +151,7 @@ class Params:
             if before is not None:
                 device = placer.residency.device if placer is not None and resident[i] else None
                 take_state(shard, before.shard, device)
-                follow(shard, shard.target())  # it may have been written while it was in no group
+                shard.follow(shard.target())  # it may have been written while it was in no group
             elif split[i]:
                 shard.splits_master()
             else:

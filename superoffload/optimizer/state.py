@@ -22,10 +22,17 @@ from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.master_updates import MasterUpdates
-from superoffload.optimizer.masters import read_masters
 from superoffload.optimizer.other_ranks import Ranks
 from superoffload.optimizer.params import Params
-from superoffload.optimizer.state_dict import ParamState, ReadState, StateDict, part_of, read_state, write_state
+from superoffload.optimizer.state_dict import (
+    ParamState,
+    ReadState,
+    StateDict,
+    part_of,
+    read_masters,
+    read_state,
+    write_state,
+)
 from superoffload.optimizer.step import Step
 from superoffload.optimizer.tracked_param import TrackedParam, find_edits
 

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from superoffload.distributed.ownership import Holding
+from superoffload.distributed.session import plain_name
+from superoffload.engine.master_halves import is_rounded
 from superoffload.errors import ArgumentError
 from superoffload.host.bits import all_finite
 from superoffload.host.numbers import as_float
@@ -252,3 +254,50 @@ def _check_values(where: str, name: str, values: Values) -> None:
             raise ArgumentError(f"{where}: {name} contains NaN or infinite values; the checkpoint is damaged")
         if name == "exp_avg_sq" and bool((block < 0).any()):
             raise ArgumentError(f"{where}: exp_avg_sq has values below 0; the checkpoint is damaged")
+
+
+def read_masters(
+    masters: Any, params: Sequence[tuple[str, Tensor]], part_of: Callable[[Tensor, Tensor], Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Returns (parameter, this rank's elements as flat float32); raises ArgumentError where a value does not fit.
+
+    A mapping may have more names than there are parameters, as a state_dict has. ``part_of``: see ``read_state``.
+    """
+    values = _in_order(masters, [name for name, _ in params])
+    return [
+        (param, _read_master(name, param, value, part_of)) for (name, param), value in zip(params, values, strict=True)
+    ]
+
+
+def _in_order(masters: Any, names: Sequence[str]) -> list[Any]:
+    if isinstance(masters, Mapping):
+        by_name = {plain_name(str(name)): value for name, value in masters.items()}
+        for name in names:
+            if plain_name(name) not in by_name:
+                raise ArgumentError(
+                    f"masters: no value for {name!r}; give one for every parameter of the optimizer. Names are those "
+                    "of the model given to AdamW(model=...), or of named parameters"
+                )
+        return [by_name[plain_name(name)] for name in names]
+    if isinstance(masters, Tensor) or not isinstance(masters, Sequence):
+        raise ArgumentError(f"masters: {type(masters).__name__}, expected a mapping of names to tensors, or a list")
+    if len(masters) != len(names):
+        raise ArgumentError(f"masters: {len(masters)} tensors, expected {len(names)}, one per parameter that trains")
+    return list(masters)
+
+
+def _read_master(name: str, param: Tensor, value: Any, part_of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    if not isinstance(value, Tensor) or value.shape != param.shape or not value.is_floating_point():
+        found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ArgumentError(f"masters: {name}: {found}, expected a tensor of shape {tuple(param.shape)}")
+    flat = part_of(param, value.detach()).to("cpu", torch.float32)
+    if not all_finite(flat):
+        raise ArgumentError(f"masters: {name}: NaN or infinite values, expected finite ones; give undamaged weights")
+    published = part_of(param, param.detach()).to("cpu")
+    different = int((~is_rounded(published, flat) & (flat.to(param.dtype) != published)).sum())
+    if different:
+        raise ArgumentError(
+            f"masters: {name}: the parameter is not their rounding in {different} of {flat.numel()} elements; convert "
+            f"the model with model.to({param.dtype}) from exactly these values, and give them before it changes"
+        )
+    return flat

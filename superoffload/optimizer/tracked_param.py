@@ -23,7 +23,6 @@ from superoffload.host.bits import BitSums, Sums
 from superoffload.host.tensors import is_dtensor, local_of, memory_order, version_of
 from superoffload.optimizer.arguments import check_parameter
 from superoffload.optimizer.gradient_source import gradient_of
-from superoffload.optimizer.masters import follow
 from superoffload.optimizer.placeholder import GradientPlaceholder, packed_in, stand_in_for
 from superoffload.optimizer.state_dict import ParamState, ShownSteps
 
@@ -320,7 +319,7 @@ class TrackedParam(_Referable):
 
     def refresh_master(self) -> None:
         """Copies the written parameter to its master; elements that still are round(master) keep their master."""
-        follow(self.shard, self.holding.part(self.param))
+        self.shard.follow(self.holding.part(self.param))
         self.remember_value()
 
     def set_steps(self, steps: int) -> None:

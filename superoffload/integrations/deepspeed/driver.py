@@ -21,7 +21,6 @@ from superoffload.errors import ArgumentError, KernelsUnavailable
 from superoffload.host.memory import host_empty
 from superoffload.links.base import Link, PackTicket
 from superoffload.links.host import HostLink, SynchronousLink
-from superoffload.optimizer.masters import follow
 
 # ---- the link -------------------------------------------------------------------------------------------------------
 # Gradients stay in DeepSpeed's flat host buffer, parameters go to its partitions.
@@ -298,7 +297,7 @@ class PartitionDriver:
         if partition is None:
             return
         self.settle(key)
-        follow(partition.shard, partition.shard.target().detach())
+        partition.shard.follow(partition.shard.target().detach())
 
     def close(self) -> None:
         """Undoes what was speculated, delivers what was not delivered, ends the worker threads."""
