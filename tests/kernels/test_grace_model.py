@@ -67,11 +67,3 @@ def test_every_loop_is_within_the_budget(mca: ModuleType, report: dict[str, Any]
         if row["name"] == "replay":
             undo, step = (rows[(key[0], key[1], name)]["cycles_per_param"] for name in ("undo", "step"))
             assert undo < row["cycles_per_param"] < 1.05 * (undo + step), key
-
-
-def test_missing_tools_are_said_loudly(
-    mca: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", "")
-    assert (mca.main([]), mca.main(["--require"])) == (0, 77)
-    assert capsys.readouterr().out.startswith("SKIPPED: ")

@@ -110,18 +110,6 @@ def test_an_architecture_that_is_too_new_gets_the_closest_before_it(compiler: Co
             compile_kernels(arch)
 
 
-def test_another_one_is_tried_and_logs_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(Compiler):
-        def compile(self, program: Program, options: Sequence[str]) -> bytes:
-            raise CompileError("kernels.cu(3): error: expected a ;")
-
-    offer(monkeypatch, Broken(), Compiler())
-    assert compile_kernels("sm_90", cache=tmp_path).startswith(b"\x7fELF")
-    offer(monkeypatch, Broken())
-    with pytest.raises(KernelsUnavailable, match=r"made up: kernels.cu\(3\): error: expected a ;"):
-        compile_kernels("sm_80", cache=tmp_path)
-
-
 # ---- where NVRTC is found ----
 
 
@@ -169,14 +157,6 @@ def test_that_of_torchs_cuda_comes_first(
     assert {parts[-1] for parts in found} == {"libnvrtc.so.12", "libnvrtc.so.13"}
     opened = [Path(name).name for name in places.opened]
     assert opened.index("libnvrtc-builtins.so.13.0") < opened.index("libnvrtc.so.13"), "which may not find it itself"
-
-
-def test_in_torchs_own_folder_and_in_a_toolkit(places: Places) -> None:
-    places.put(places.torch, "libnvrtc-672ee683.so.12.1", "libtorch.so")
-    places.put(places.toolkit / "lib64", "libnvrtc.so.12.8.93")
-    (places.toolkit / "lib64" / "libnvrtc.so.12").symlink_to("libnvrtc.so.12.8.93")
-    names = [Path(one.name).name for one in compiling.find_compilers([])]
-    assert names == ["libnvrtc-672ee683.so.12.1", "libnvrtc.so.12.8.93"], "torch's own and a toolkit's, each once"
 
 
 def test_without_nvrtc_it_says_what_was_tried(places: Places, tmp_path: Path) -> None:

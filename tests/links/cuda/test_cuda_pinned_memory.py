@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from superoffload.errors import DeviceError
 from superoffload.links.cuda import link as cuda_link
 from superoffload.links.cuda.pinned import free_bytes, node_of
 from tests.support.adamw_training import batch, train
-from tests.support.fake_cuda import Fake, garbage_like, on_fake_device
+from tests.support.fake_cuda import Fake, on_fake_device
 from tests.support.fake_cuda_training import (
     blocks_of,
     branches,
@@ -30,9 +29,7 @@ from tests.support.fake_cuda_training import (
     run,
     training,
 )
-from tests.support.fp32_gradients import add_to_main_grad
 
-OUT_OF_MEMORY = 2
 BEHIND = 1_700_000.0  # microseconds: less than as many waits of a link as there are buckets
 
 
@@ -117,15 +114,6 @@ def test_memory_that_is_refused_when_buckets_are_laid_out_anew(fake: Fake) -> No
         assert optimizer.state_digests() == expected
 
 
-def test_host_memory_that_is_refused_is_a_device_error(fake: Fake) -> None:
-    with (
-        training(fake) as (_, optimizer),
-        mock.patch.object(cuda_link, "PinnedArena", side_effect=MemoryError),
-        pytest.raises(DeviceError, match="the host is out of memory; close other programs"),
-    ):
-        optimizer._engine.link.prepare(optimizer._engine.buckets, anew=False)
-
-
 # ---- on which node --------------------------------------------------------------------------------------------------
 
 
@@ -205,42 +193,6 @@ def test_a_device_that_is_stuck_is_waited_for_once_per_step(fake: Fake) -> None:
         assert optimizer.stats()["skipped_steps"] == 2 and blocks_of(optimizer) == 0
 
 
-def test_sums_of_bits_that_a_failed_packing_writes(fake: Fake) -> None:
-    """The kernel runs although the call behind its launch was refused; the sums' memory is freed with the error."""
-    model = deep_model(torch.bfloat16)
-    params: list[Any] = list(model.parameters())
-    for param in params:
-        param.main_grad = torch.zeros_like(param)  # as Megatron adds it
-        param.register_post_accumulate_grad_hook(add_to_main_grad)
-    with training(fake, model=model) as (_, optimizer):
-        link: Any = optimizer._engine.link
-        optimizer.zero_grad()
-        made: list[tuple[weakref.ref[Tensor], int]] = []
-        real = link._kernel_sums.room
-
-        def room(counts: Any) -> Any:
-            found = real(counts)
-            made.append((weakref.ref(found[0].memory), found[0].address))
-            fake.sleep(50_000, link.roles["pack"])
-            fake.fail("cuEventRecord", OUT_OF_MEMORY, 1)  # behind the launch: the first is in front of it
-            return found
-
-        link._kernel_sums.room = room
-        with pytest.raises(DeviceError, match="CUDA_ERROR_OUT_OF_MEMORY") as caught:
-            batch(model, 2).backward()
-        error: BaseException | None = caught.value
-        while error is not None:  # whose frames hold it
-            traceback.clear_frames(error.__traceback__)
-            error = error.__cause__
-        gc.collect()
-        ((memory, address),) = made
-        assert memory() is None
-        for stream in link.roles.values():
-            fake.synchronize(stream)
-        (owned,) = (tensor for tensor in link.fake_device.kept if tensor.data_ptr() == address)
-        assert torch.equal(owned, garbage_like(owned)), "what its next owner has written"
-
-
 def test_blocks_that_are_in_use_when_the_link_is_closed(fake: Fake, leaked: list[object]) -> None:
     with early(fake) as (model, _, link):
         kept, pipeline = packed_into_blocks(model, link, 2), link._pipeline
@@ -251,29 +203,6 @@ def test_blocks_that_are_in_use_when_the_link_is_closed(fake: Fake, leaked: list
         assert kept and all(memory() is not None for memory in kept)
         assert any(isinstance(one, Tensor) and one is kept[0]() for one in leaked)
         assert all(any(one is held for one in leaked) for held in (link._residency, link._kernel_sums))
-
-
-def test_sums_that_are_taken_when_the_link_is_closed(
-    fake: Fake, leaked: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their tables stay, and so do the kernels."""
-    monkeypatch.setattr(cuda_link, "_STEPS_SECONDS", 0.01)
-    with training(fake) as (_, optimizer):
-        fake.synchronize()
-        optimizer.close()
-        assert fake.calls("cuModuleUnload") == 1 and leaked == [], "nothing uses it"
-    with training(fake) as (_, optimizer):
-        link: Any = optimizer._engine.link
-        sums = link._kernel_sums
-        fake.sleep(1_000_000)
-        ones = torch.ones(5000)
-        taken = sums.of([ones])
-        unloaded = fake.calls("cuModuleUnload")
-        link.close()
-        assert fake.calls("cuModuleUnload") == unloaded
-        assert any(one is sums for one in leaked)
-        fake.synchronize()
-        del taken, ones
 
 
 @pytest.fixture

@@ -12,12 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.workload import Workload
-from superoffload import AdamW, _native
+from superoffload import AdamW
 from superoffload.engine.bucket import Bucket, BucketState
 from superoffload.links.cuda.blocks import early_buckets
 from superoffload.links.cuda.link import CudaLink
-from superoffload.metrics import Monitor
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device, on_host
 from tests.support.fake_cuda_training import LATE, deep_model, training
@@ -146,43 +144,6 @@ def test_what_is_seen_too_early_is_noticed(fake: Fake) -> None:
                 link.look()  # type: ignore[attr-defined]  # these links are Watched
 
         train_with(["commit"] * 4, look, fake.synchronize, {"speculation": "always"})
-
-
-def test_what_was_sent_for_nothing_is_sent_again_or_not_at_all(fake: Fake) -> None:
-    """Nothing is late but the copies up, of which some are under way and some not begun when the step is taken back."""
-    seed, settings = 2, {"speculation": "always", "max_grad_norm": 1.0, "master_dtype": "split"}
-    chances = random.Random(seed).sample(FATES[1:-1], 6)
-    fates = ["commit", "commit", *(fate for chance in chances for fate in (chance, "commit"))]
-    with on_host():
-        expected, _ = train_with(fates, lambda: None, lambda: None, settings)
-    fake.delays(seed, LATE)
-    with on_fake_device(fake) as links:
-
-        def late() -> None:
-            if links and links[0].bytes_up_early:
-                fake.sleep(500.0, links[0].roles["up"])
-
-        found, stats = train_with(fates, late, fake.synchronize, settings)
-    assert found == expected and fake.mismatches == 0
-    assert stats["bytes_up_early"] > 0 and stats["buckets_replayed"] > 0
-
-
-def test_what_no_worker_has_begun_by_the_verdict_is_counted(fake: Fake) -> None:
-    """The only worker is busy with something else."""
-    with training(fake, threads=1, model=deep_model(torch.bfloat16)) as (model, optimizer):
-        pool: Any = optimizer._engine.executor.pool
-        monitor, before = Monitor(optimizer), optimizer.stats()
-        other = Workload(1 << 22, pool)
-        for _ in range(40):  # for long enough on a machine that is busy, too
-            pool.submit(other.next_work(), _native.Operation.step)
-        optimizer.zero_grad()
-        batch(model, 2).backward()
-        optimizer.step()
-        grown = {name: value - before[name] for name, value in optimizer.stats().items()}
-        assert 0 < grown["buckets_withdrawn"] <= grown["buckets_undone"] <= grown["buckets_speculated"]
-        begun = grown["buckets_speculated"] - grown["buckets_withdrawn"]
-        share = monitor.step()["superoffload/step_speculated_share"]
-        assert share == begun / len(optimizer._engine.buckets) < 1
 
 
 # ---- what a step costs ----------------------------------------------------------------------------------------------
