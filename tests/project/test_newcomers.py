@@ -92,14 +92,6 @@ def test_a_variable_that_nothing_reads_is_told_once(monkeypatch: pytest.MonkeyPa
         AdamW(model_of().parameters()).close()
 
 
-def test_a_variable_that_nothing_reads_is_told_where_no_optimizer_is_made() -> None:
-    """By the kernels alone, as in `superoffload doctor` and the benchmarks."""
-    environment_of_it = {**os.environ, "SUPEROFFLOAD_ISAS": "avx2"}
-    program = "import superoffload; superoffload.kernels"
-    answer = subprocess.run([sys.executable, "-c", program], env=environment_of_it, capture_output=True, text=True)
-    assert answer.returncode == 0 and "did you mean SUPEROFFLOAD_ISA?" in answer.stderr
-
-
 def test_accumulate_without_with() -> None:
     with AdamW(model_of().parameters()) as optimizer:
         with pytest.warns(RuntimeWarning, match=r"accumulate\(\) was called without `with`") as caught:
@@ -125,18 +117,6 @@ def test_settings_in_a_group_that_nobody_reads() -> None:
         AdamW([{"params": model.parameters(), "max_grad_norm": 1.0}])
     with AdamW([{"params": model.parameters(), "initial_lr": 0.1, "lr_scale": 2.0, "name": "mine"}]) as optimizer:
         assert optimizer.param_groups[0]["lr_scale"] == 2.0, "schedulers and users keep what they like there"
-
-
-def test_a_monitor_of_something_else() -> None:
-    wrong: Any = nn.Linear(2, 2)
-    with pytest.raises(ArgumentError, match=r"optimizer: Linear, expected superoffload\.AdamW"):
-        superoffload.Monitor(wrong)
-    limits: Any = {"window": 3}
-    with (
-        AdamW(model_of().parameters()) as optimizer,
-        pytest.raises(ArgumentError, match=r"limits: dict, expected superoffload.metrics.Limits\("),
-    ):
-        superoffload.Monitor(optimizer, limits=limits)
 
 
 # ---- steps that do nothing ----------------------------------------------------------------------------------------
@@ -205,31 +185,6 @@ def test_clipping_by_hand_beside_max_grad_norm_is_told_once(threshold: float) ->
     (message,) = said(loop)
     assert "clip" in message and "torch.nn.utils.clip_grad_norm_" in message
     assert ("was max_grad_norm=0.001 itself in 5 steps in a row" in message) is (threshold == 1e-3)
-
-
-@pytest.mark.parametrize(("clipped", "times"), [(CLIPPED_BEFORE - 1, 0), (CLIPPED_BEFORE, 1)])
-def test_steps_that_clip_now_and_then_are_not_mistaken(clipped: int, times: int) -> None:
-    def loop(model: nn.Module, optimizer: AdamW) -> None:
-        optimizer.max_grad_norm = 1e-3
-        for step in range(3 * (clipped + 1)):
-            optimizer.zero_grad()
-            batch(model, step).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1e-3 if step % (clipped + 1) else 5e-4)
-            optimizer.step()
-
-    assert len([one for one in said(loop) if "was max_grad_norm=0.001 itself" in one]) == times
-
-
-def test_a_threshold_in_a_param_group_is_refused_later_too() -> None:
-    model = model_of()
-    with AdamW(model.parameters(), threads=1) as optimizer:
-        batch(model, 0).backward()
-        optimizer.param_groups[0]["max_grad_norm"] = 0.5
-        with pytest.raises(UnknownArgument, match=r"param_groups\[0\]: max_grad_norm=0.5 would not be read"):
-            optimizer.step()
-        del optimizer.param_groups[0]["max_grad_norm"]
-        optimizer.step()
-        assert optimizer.stats()["steps"] == 1
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
