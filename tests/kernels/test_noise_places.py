@@ -106,18 +106,3 @@ def test_a_part_has_the_bits_that_it_has_in_the_whole_parameter(isa: str, box: P
         do(spans[1], way, step)
         for name, all_of_it, here in zip(("master", "exp_avg", "exp_avg_sq", "", "shadow"), whole, part, strict=True):
             np.testing.assert_array_equal(here, all_of_it[box.places], f"{name}, {way}")
-
-
-@pytest.mark.parametrize("box", BOXES[:3], ids=str)
-def test_pieces_of_a_part_continue_its_places(isa: str, box: PlacedBox) -> None:
-    """As buckets cut it, also past 2^32 places."""
-    placed = {"start": (box.start + 2**32 - 3000) % 2**32, "axes": box.axes}
-    for first_index in (1000, 1):
-        whole = state_of(len(box.places), np.zeros(len(box.places), np.uint16))
-        rest = [array[first_index:].copy() for array in whole]
-        whole[3][:] = gradient(1, len(box.places))
-        rest[3][:] = whole[3][first_index:]
-        span_of(whole, **placed).step(hyper(1))
-        span_of(rest, **placed, first_index=first_index).step(hyper(1))
-        for all_of_it, here in zip(whole, rest, strict=True):
-            np.testing.assert_array_equal(here, all_of_it[first_index:])

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.links.host import HostLink, InPlaceLink
 from tests.support.adamw_training import batch, model_of, train
 
 
@@ -42,17 +41,6 @@ def test_nothing_is_kept_twice(form: dict[str, Any], expected: float) -> None:
         optimizer.zero_grad()
         gc.collect()
         assert memory() is None, "the gradient outlives the step"
-
-
-def test_which_link_serves_whom() -> None:
-    def link(**options: Any) -> Any:
-        model = model_of()
-        with AdamW(model.parameters(), model=model, **options) as optimizer:
-            return type(optimizer._engine.link)
-
-    assert link(speculation="never") is InPlaceLink
-    assert link(speculation="never", delivery="on_demand") is HostLink
-    assert link() is link(speculation="always") is HostLink
 
 
 def check_against_speculation(

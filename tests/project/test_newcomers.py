@@ -119,6 +119,12 @@ def test_settings_in_a_group_that_nobody_reads() -> None:
         assert optimizer.param_groups[0]["lr_scale"] == 2.0, "schedulers and users keep what they like there"
 
 
+def test_a_monitor_of_something_else() -> None:
+    wrong: Any = nn.Linear(2, 2)
+    with pytest.raises(ArgumentError, match=r"optimizer: Linear, expected superoffload\.AdamW"):
+        superoffload.Monitor(wrong)
+
+
 # ---- steps that do nothing ----------------------------------------------------------------------------------------
 
 

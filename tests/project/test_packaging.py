@@ -45,16 +45,6 @@ def source_tree(tmp_path: Path) -> Path:
     return tree
 
 
-# ---- the version is stated once ----
-
-
-def test_version_is_the_same_everywhere() -> None:
-    assert importlib.metadata.version("superoffload") == superoffload.__version__
-    for command in ([Path(sys.executable).parent / "superoffload"], [sys.executable, "-m", "superoffload"]):
-        shown = run(*command, "--version")
-        assert (shown.returncode, shown.stdout.strip()) == (0, f"superoffload {superoffload.__version__}")
-
-
 # ---- which source gets which flags ----
 
 

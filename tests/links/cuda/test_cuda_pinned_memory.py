@@ -15,18 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.errors import DeviceError
 from superoffload.links.cuda import link as cuda_link
 from superoffload.links.cuda.pinned import free_bytes, node_of
 from tests.support.adamw_training import batch, train
-from tests.support.fake_cuda import Fake, on_fake_device
+from tests.support.fake_cuda import Fake
 from tests.support.fake_cuda_training import (
     blocks_of,
-    branches,
     deep_model,
     host_digests,
     quick_collections,
-    run,
     training,
 )
 
@@ -72,46 +69,6 @@ def test_pinned_memory_is_reserved_once_and_given_back(fake: Fake) -> None:
         assert fake.calls("cuMemHostRegister_v2") == 3, "the flag, all buckets together, a table"
         optimizer.close()
         assert (fake.registered_bytes(), optimizer.stats()["pinned_bytes"]) == (before, 0)
-
-
-# ---- memory that is refused -----------------------------------------------------------------------------------------
-
-
-def test_memory_that_is_refused_when_buckets_are_laid_out_anew(fake: Fake) -> None:
-    """After the first step buckets follow the observed order. The step is done; no gradient is lost afterwards."""
-
-    def backward(model: nn.Module, seed: int) -> None:
-        model(torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
-
-    def program(model: nn.Module, optimizer: AdamW) -> None:
-        for seed in range(3):
-            optimizer.zero_grad()
-            backward(model, seed)
-            optimizer.step()
-
-    expected = run(program, torch.float32, branches).digests
-    model = branches(torch.float32)
-    with on_fake_device(fake) as links, AdamW(model.parameters(), threads=1, bucket_numel=1024) as optimizer:
-        backward(model, 0)
-        optimizer.step()
-        fake.synchronize()
-        assert optimizer.stats()["steps"] == 1
-        links[0].fake_device.refused = 3
-        with pytest.raises(DeviceError, match="out of memory"):  # now what was packed is not needed any more
-            optimizer.zero_grad()
-        for seed in (1, 2):
-            while True:
-                optimizer.zero_grad()
-                fake.synchronize()
-                try:
-                    backward(model, seed)
-                    break
-                except DeviceError as error:
-                    assert "out of memory" in str(error)
-            optimizer.step()
-        fake.synchronize()
-        assert links[0].fake_device.refused == 0
-        assert optimizer.state_digests() == expected
 
 
 # ---- on which node --------------------------------------------------------------------------------------------------

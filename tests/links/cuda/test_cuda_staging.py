@@ -182,18 +182,3 @@ def test_a_commit_copies_nothing_over_the_link(fake: Fake) -> None:
         assert fake.calls("cuMemcpyHtoDAsync_v2") - copies == len(buckets) - len(early)
         assert fake.calls("unpack_16") - launches == together
         assert stats["bytes_up"] - before["bytes_up"] == _bytes(buckets), "each travels once"
-
-
-def test_what_was_discarded_has_travelled_too_and_nothing_is_seen_after_the_end(fake: Fake) -> None:
-    with all_sent_early(fake) as (model, optimizer, early):
-        before, params = optimizer.stats(), [param.detach().clone() for param in model.parameters()]
-        optimizer.zero_grad()
-        stats = optimizer.stats()
-        assert stats["bytes_up"] - before["bytes_up"] == _bytes(early)
-        assert stats["bytes_up_early"] == before["bytes_up_early"]
-        link: Any = optimizer._engine.link
-        fake.sleep(50_000, link.roles["up"])
-        batch(model, 3).backward()
-        optimizer.close()
-        fake.synchronize()
-        assert all(map(torch.equal, params, model.parameters())) and fake.mismatches == 0

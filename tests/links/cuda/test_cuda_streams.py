@@ -44,14 +44,13 @@ def train(model: Any, synchronize: Any) -> dict[str, str]:
         return optimizer.state_digests()
 
 
-@pytest.mark.parametrize("reused", [False, True])
-def test_gradients_of_several_streams_are_all_waited_for(fake: Fake, reused: bool) -> None:
-    """As those of a model whose branches ran on streams of their own: the one that ends last packs for all. ``reused``:
-    CUDA graphs write what was packed again at once, on the stream that did not pack."""
+def test_gradients_of_several_streams_are_all_waited_for(fake: Fake) -> None:
+    """As those of a model whose branches ran on streams of their own: the one that ends last packs for all. CUDA graphs
+    write what was packed again at once, on the stream that did not pack."""
     expected = train(two_branches(), lambda: None)
     main, side = fake.current, fake.make_stream()
     model, device = two_branches(), FakeDevice(fake)
-    device.reusing = reused
+    device.reusing = True
     arrived = 0
 
     def written_late(param: Tensor) -> None:
@@ -69,11 +68,10 @@ def test_gradients_of_several_streams_are_all_waited_for(fake: Fake, reused: boo
 
     class Link(CudaLink):
         def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
-            if reused:
-                fake.sleep(15_000.0, device.streams[0])
+            fake.sleep(15_000.0, device.streams[0])
             ticket = super().pack(bucket, grads)
             for grad in grads:
-                if grad is not None and reused:
+                if grad is not None:
                     device.overwrite(grad, side)
             return ticket
 
