@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from tests.support.adamw_training import batch, model_of, train
+from tests.support.adamw_training import batch, model_of
 
 
 @pytest.mark.parametrize(
@@ -55,36 +55,6 @@ def check_against_speculation(
             train(model, optimizer)
             digests.append(optimizer.state_digests())
     assert digests[0] == digests[1]
-
-
-def reordered(param: nn.Parameter) -> None:
-    """Its elements are in another order in memory."""
-    param.data = param.detach().t().contiguous().t()
-
-
-def of_a_larger_one(param: nn.Parameter) -> None:
-    """Its memory is a part of another tensor's, not at the beginning of a cache line."""
-    param.data = torch.cat([torch.zeros(3, dtype=param.dtype), param.detach().view(-1)])[3:].view(param.shape)
-
-
-@pytest.mark.parametrize(
-    ("memory", "dtype"),
-    [(reordered, torch.bfloat16), (of_a_larger_one, torch.float32), (of_a_larger_one, torch.bfloat16)],
-)
-def test_parameters_with_memory_of_any_form(memory: Callable[[nn.Parameter], None], dtype: torch.dtype) -> None:
-    def make() -> nn.Module:
-        model = model_of(dtype)
-        for param in model.parameters():
-            if param.dim() == 2:
-                memory(param)
-        return model
-
-    def steps(model: nn.Module, optimizer: AdamW) -> None:
-        train(model, optimizer, range(5))
-        for param in model.parameters():
-            assert torch.equal(param, optimizer.state[param]["master"].to(dtype))
-
-    check_against_speculation(steps, make, max_grad_norm=0.5)
 
 
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -72,24 +72,13 @@ def test_a_variable_that_nothing_reads_is_told_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(environment, "_told", set())
     for variable in (*environment.OF_THE_BUILD, "SUPER"):
         monkeypatch.setenv(variable, "1")
-    monkeypatch.setenv("SUPEROFFLOAD_RANK_TIMEOUT", "5")
     monkeypatch.setenv("SUPEROFFLOAD_ISAS", "")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        environment.check_environment()
-    for variable, advice in (
-        ("superoffload_libcuda", "did you mean SUPEROFFLOAD_LIBCUDA?"),
-        ("SUPEROFFLOAD_COLOUR", "nothing here has a similar name."),
-    ):
-        monkeypatch.setenv(variable, "7")
-        with pytest.warns(RuntimeWarning, match=f"{variable}='7' in the environment has no effect") as caught:
+    monkeypatch.setenv("superoffload_libcuda", "7")
+    with pytest.warns(RuntimeWarning, match="superoffload_libcuda='7' in the environment has no effect") as caught:
+        for _ in range(2):
             AdamW(model_of().parameters()).close()
-        (warning,) = caught
-        assert warning.filename == __file__
-        assert advice in str(warning.message) and ", ".join(environment.VARIABLES) in str(warning.message)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        AdamW(model_of().parameters()).close()
+    (warning,) = caught
+    assert warning.filename == __file__ and "did you mean SUPEROFFLOAD_LIBCUDA?" in str(warning.message)
 
 
 def test_accumulate_without_with() -> None:
@@ -178,10 +167,9 @@ def test_steps_that_are_all_skipped_are_told_once(good: int, times: int) -> None
     assert all(f"{SKIPPED} steps in a row were skipped" in one and "GradScaler" in one for one in messages)
 
 
-@pytest.mark.parametrize("threshold", [1e-3, 1e3], ids=["every step clips", "none does"])
-def test_clipping_by_hand_beside_max_grad_norm_is_told_once(threshold: float) -> None:
+def test_clipping_by_hand_beside_max_grad_norm_is_told_once() -> None:
     def loop(model: nn.Module, optimizer: AdamW) -> None:
-        optimizer.max_grad_norm = threshold
+        optimizer.max_grad_norm = 1e-3
         for step in range(3 * CLIPPED_BEFORE):
             optimizer.zero_grad()
             batch(model, step).backward()
@@ -189,8 +177,8 @@ def test_clipping_by_hand_beside_max_grad_norm_is_told_once(threshold: float) ->
             optimizer.step()
 
     (message,) = said(loop)
-    assert "clip" in message and "torch.nn.utils.clip_grad_norm_" in message
-    assert ("was max_grad_norm=0.001 itself in 5 steps in a row" in message) is (threshold == 1e-3)
+    assert "torch.nn.utils.clip_grad_norm_" in message
+    assert "was max_grad_norm=0.001 itself in 5 steps in a row" in message
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------

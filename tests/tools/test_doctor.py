@@ -132,14 +132,11 @@ def test_affinity_and_ranks_choose_the_worker_threads(tmp_path: Path, monkeypatc
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # torchrun has set the 1, which then does not bound them
     (found,) = doctor.processors(system)
     assert "18 worker threads on 18-35" in found.text
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "73")
-    assert "too few" in [one.text for one in doctor.processors(system)][-1]
 
 
 @pytest.mark.parametrize(
     "files, quota",
     [
-        ({"/sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
         ({"/sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
         ({"/proc/self/cgroup": "0::/pod/box\n", "/sys/fs/cgroup/pod/cpu.max": "120000 100000\n"}, 1.2),  # around it
     ],

@@ -1,4 +1,4 @@
-"""Memory of freed gradients that is written again without asking; priorities; what torch says of memory."""
+"""Memory of freed gradients that is written again without asking; what torch says of memory."""
 
 from __future__ import annotations
 
@@ -86,20 +86,10 @@ def test_graph_trees_of_the_device_write_gradients_again(device: TorchDevice, mo
         assert TorchDevice(torch.device("cuda", 0)).reuses_unasked() is unasked, backend
 
 
-def test_out_of_memory_is_told_in_several_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_told_in_several_ways() -> None:
     assert is_out_of_memory(out_of_memory())
-    assert not is_out_of_memory(RuntimeError("the cupboard is out of memory"))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
     later: Any = getattr(torch, "AcceleratorError", None)  # since torch 2.8 what a later call of the runtime raises
     if later is not None:
-        for text, code, expected in (
-            ("out of memory\nCompile with ...", None, True),
-            ("cudaErrorMemoryAllocation", 2, True),
-            ("an illegal memory access was encountered", 700, False),
-        ):
-            error = later(f"CUDA error: {text}")
-            if code is not None:
-                error.error_code = code
-            assert is_out_of_memory(error) is expected
-        monkeypatch.delattr(torch, "AcceleratorError")
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+        assert is_out_of_memory(later("CUDA error: out of memory\nCompile with ..."))
+        assert not is_out_of_memory(later("CUDA error: an illegal memory access was encountered"))

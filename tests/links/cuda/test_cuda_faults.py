@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -73,22 +72,6 @@ def test_no_driver() -> None:
 
 
 # ---- the program ends, forks, is interrupted ------------------------------------------------------------------------
-
-
-def test_interrupted_in_backward(fake: Fake) -> None:
-    """Ctrl-C between two gradients, with copies in flight."""
-    expected = host_digests(range(2))
-    with training(fake) as (model, optimizer):
-        optimizer.zero_grad()
-
-        next(model.parameters()).register_hook(mock.Mock(side_effect=KeyboardInterrupt))
-        loss = batch(model, 2)
-        fake.sleep(50_000)
-        with pytest.raises(KeyboardInterrupt):
-            loss.backward()
-        optimizer.close()
-        fake.synchronize()
-        assert optimizer.state_digests() == expected
 
 
 _LEAVES = """

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.engine.bucket import Bucket, BucketState
-from superoffload.links.cuda.blocks import early_buckets
+from superoffload.engine.bucket import Bucket
 from superoffload.links.cuda.link import CudaLink
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device, on_host
-from tests.support.fake_cuda_training import LATE, deep_model, training
+from tests.support.fake_cuda_training import LATE, deep_model
 
 Look = Callable[[], None]
 Outcome = tuple[dict[str, str], dict[str, float | int]]
@@ -144,41 +142,3 @@ def test_what_is_seen_too_early_is_noticed(fake: Fake) -> None:
                 link.look()  # type: ignore[attr-defined]  # these links are Watched
 
         train_with(["commit"] * 4, look, fake.synchronize, {"speculation": "always"})
-
-
-# ---- what a step costs ----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def all_sent_early(fake: Fake) -> Iterator[tuple[nn.Module, AdamW, list[Bucket]]]:
-    """A backward has ended, and all that may go up early is there: the buckets that it is of."""
-    with training(fake, model=deep_model(torch.bfloat16)) as (model, optimizer):
-        link: Any = optimizer._engine.link
-        optimizer.zero_grad()
-        before = link.bytes_up_early
-        batch(model, 2).backward()
-        blocks = list(link._blocks._held)
-        assert set(blocks) == early_buckets(optimizer._engine.buckets)
-        early = [bucket for bucket in blocks if bucket.state is BucketState.SPECULATED]
-        until = time.monotonic() + 20
-        while link.bytes_up_early - before < _bytes(early) and time.monotonic() < until:
-            time.sleep(0.001)
-        assert link.bytes_up_early - before == _bytes(early) > 0
-        yield model, optimizer, early
-
-
-def _bytes(buckets: list[Bucket]) -> int:
-    return sum(2 * bucket.numel for bucket in buckets)
-
-
-def test_a_commit_copies_nothing_over_the_link(fake: Fake) -> None:
-    with all_sent_early(fake) as (_, optimizer, early):
-        copies, launches = fake.calls("cuMemcpyHtoDAsync_v2"), fake.calls("unpack_16")
-        before, buckets = optimizer.stats(), optimizer._engine.buckets
-        optimizer.step()
-        stats = optimizer.stats()
-        assert stats["journal_overflows"] == before["journal_overflows"], "all of them are committed"
-        together = sum(1 for bucket in buckets if len(bucket.pieces) > 1 or bucket in early_buckets(buckets))
-        assert fake.calls("cuMemcpyHtoDAsync_v2") - copies == len(buckets) - len(early)
-        assert fake.calls("unpack_16") - launches == together
-        assert stats["bytes_up"] - before["bytes_up"] == _bytes(buckets), "each travels once"
