@@ -65,27 +65,6 @@ def noisy_gradient(length: int, step: int) -> npt.NDArray[np.uint16]:
 
 @each_isa
 @each_width
-def test_an_escape_in_every_single_lane(isa: str, width: int) -> None:
-    """One lane at a time that cannot be coded, over the length of any vector, a block's end and the next's start."""
-    length = 1100
-    zeros = np.zeros(length, np.float32)
-    gradient = cases.gradient("training", "bf16", length, 450)
-    hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, 2)
-    with kernels.using_isa(isa):
-        for lane in (*range(66), *range(1015, 1035)):
-            for component, name in enumerate(("exp_avg", "exp_avg_sq", "master")):
-                parts = {"master": np.ones(length, np.float32), "exp_avg": zeros.copy(), "exp_avg_sq": zeros.copy()}
-                parts[name].view(np.uint32)[lane] = 0x7FC12345
-                old = State(**parts)
-                guarded = GuardedSpan(old, gradient, "bf16")
-                assert guarded.span.step_journaled(hyper, width=width)
-                assert guarded.span.escapes[component] == 1
-                guarded.span.undo()
-                assert_state(guarded.state, old, f"lane {lane} of {name}")
-
-
-@each_isa
-@each_width
 @pytest.mark.parametrize(("kind", "published"), [("training", "split"), ("hostile", "bf16")])
 def test_a_full_arena_is_reported_with_nothing_changed(isa: str, width: int, kind: str, published: str) -> None:
     """For any arena size: either there is room and undo is exact, or master and moments are as they were."""

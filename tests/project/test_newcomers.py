@@ -150,21 +150,15 @@ def test_a_warning_that_is_an_error_comes_once_the_step_is_whole() -> None:
         assert (optimizer.stats()["skipped_steps"], optimizer.stats()["steps"]) == (SKIPPED, 1)
 
 
-@pytest.mark.parametrize(("good", "times"), [(3 * SKIPPED, 1), (SKIPPED, 0)], ids=["never", "now and then"])
-def test_steps_that_are_all_skipped_are_told_once(good: int, times: int) -> None:
-    """An optimizer that has trained may rest."""
-
+def test_steps_that_are_all_skipped_are_told_once() -> None:
     def loop(model: nn.Module, optimizer: AdamW) -> None:
         for step in range(1, 3 * SKIPPED):
             optimizer.zero_grad()
-            (batch(model, step) * (float("nan") if step % good else 1.0)).backward()
+            (batch(model, step) * float("nan")).backward()
             optimizer.step()
-        optimizer.zero_grad()
-        empty(model, optimizer)
 
-    messages = said(loop)
-    assert len(messages) == times
-    assert all(f"{SKIPPED} steps in a row were skipped" in one and "GradScaler" in one for one in messages)
+    (message,) = said(loop)
+    assert f"{SKIPPED} steps in a row were skipped" in message and "GradScaler" in message
 
 
 def test_clipping_by_hand_beside_max_grad_norm_is_told_once() -> None:

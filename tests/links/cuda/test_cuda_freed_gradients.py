@@ -4,9 +4,7 @@ read, clipped or edited then have the bits of the host."""
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
-import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -20,7 +18,7 @@ from superoffload.errors import ArgumentError, DeviceError, StateError
 from superoffload.optimizer.placeholder import GradientPlaceholder, packed_in
 from tests.support.adamw_training import batch, grads_of, model_of, train
 from tests.support.fake_cuda import Fake
-from tests.support.fake_cuda_training import LATE, NEEDED_AGAIN, quick_collections, run, seen, taken_back, training
+from tests.support.fake_cuda_training import LATE, NEEDED_AGAIN, run, seen, taken_back, training
 
 pytestmark = pytest.mark.filterwarnings("ignore:superoffload. .* needed again")
 
@@ -57,20 +55,6 @@ def test_keep_grads_is_checked() -> None:
 
 
 # ---- memory that they take, and memory that is refused --------------------------------------------------------------
-
-
-def test_what_was_only_read_goes_with_zero_grad(fake: Fake) -> None:
-    """Before the next forward, whose activations need the room."""
-    with quick_collections(), training(fake) as (model, optimizer):
-        for set_to_none in (True, False):
-            optimizer.zero_grad(set_to_none)
-            batch(model, 2).backward()
-            read = [weakref.ref(brought_back(parameter)) for parameter in model.parameters()]
-            optimizer.step()
-            assert any(one() is not None for one in read)
-            optimizer.zero_grad()
-            gc.collect()
-            assert not any(one() is not None for one in read)
 
 
 def brought_back(parameter: Tensor) -> Tensor:
