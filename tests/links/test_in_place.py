@@ -60,7 +60,6 @@ def check_against_speculation(
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda grad: grad.mean().expand(grad.shape),
     "transposed": lambda grad: grad.t().contiguous().t() if grad.dim() == 2 else grad.flip(0).flip(0),
-    "negated": lambda grad: torch._neg_view(-grad),  # with torch's negative bit: its memory has the opposite signs
 }
 
 

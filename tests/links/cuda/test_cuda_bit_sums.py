@@ -17,10 +17,11 @@ from superoffload.errors import DeviceError
 from superoffload.links.cuda.bit_sums import CudaBitSums
 from superoffload.links.cuda.link import CudaLink, CudaOptions
 from superoffload.optimizer.tracked_param import TrackedParam
-from tests.support.adamw_training import model_of, train
+from tests.support.adamw_training import batch, model_of, train
 from tests.support.device_battery import sums_at
-from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, on_fake_device
-from tests.support.fake_cuda_training import LATE, training
+from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, on_fake_device, on_host
+from tests.support.fake_cuda_training import LATE, taken_back, training
+from tests.support.fp32_gradients import add_to_main_grad
 from tests.support.reference.bit_sums import bit_sums
 
 pytestmark = pytest.mark.filterwarnings("ignore:superoffload. .* changed without autograd's version counters")
@@ -136,3 +137,33 @@ def test_writes_that_leave_no_trace_count(fake: Fake, steps: int) -> None:
             digests.append(optimizer.state_digests())
             assert sum("version counters" in str(one.message) for one in caught) == (not told)
     assert digests[0] == digests[1]
+
+
+def with_main_grads(fake: Fake, *, edited: bool, host: bool = False) -> tuple[dict[str, str], int]:
+    """Digests, and how many gradients were taken back; Megatron's main_grad, halved behind backward."""
+    model = model_of(torch.bfloat16)
+    model.register_forward_pre_hook(lambda *_: fake.synchronize())
+    parameters: list[Any] = list(model.parameters())
+    for parameter in parameters:
+        parameter.main_grad = torch.zeros(parameter.shape)
+        parameter.register_post_accumulate_grad_hook(add_to_main_grad)
+    options: dict[str, Any] = {"speculation": "always", "threads": 2, "bucket_numel": 4096}
+    with (
+        on_host() if host else on_fake_device(fake),
+        taken_back() as again,
+        AdamW(parameters, **options) as optimizer,
+    ):
+        batch(model, 0).backward()
+        fake.synchronize()
+        if edited:
+            parameters[0].main_grad.data.mul_(0.5)
+        optimizer.step()
+        fake.synchronize()
+        return optimizer.state_digests(), len(again)
+
+
+def test_edits_of_gradients_that_are_kept_are_seen_in_what_was_packed(fake: Fake) -> None:
+    """No version counter shows them; their sums come from the kernel that packs them."""
+    plain, edited = with_main_grads(fake, edited=False), with_main_grads(fake, edited=True)
+    assert (plain[1], edited[1]) == (0, 1)
+    assert edited[0] == with_main_grads(fake, edited=True, host=True)[0] != plain[0]
