@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from superoffload import AdamW
 from superoffload.errors import DeviceError, StateError, WorkerError
 from superoffload.links.cuda.link import CudaLink, CudaOptions
 from tests.support.adamw_training import batch, python, train
-from tests.support.fake_cuda import Fake
+from tests.support.fake_cuda import Fake, LateLink, on_fake_device
 from tests.support.fake_cuda_training import host_digests, state_of, training
 
 OUT_OF_MEMORY, LAUNCH_FAILED = 2, 719
@@ -77,7 +80,7 @@ def test_no_driver() -> None:
 _LEAVES = """
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda_training import training
-from tests.support.fake_cuda import Fake
+from tests.support.fake_cuda import Fake, LateLink, on_fake_device
 fake = Fake()
 context = training(fake)
 model, optimizer = context.__enter__()
@@ -116,3 +119,31 @@ def test_backward_and_step_in_a_graph_capture_are_refused(fake: Fake) -> None:
         train(model, optimizer, [3])
         fake.synchronize()
         assert optimizer.state_digests() == host_digests(range(4))
+
+
+class Plain(LateLink):
+    """Gradients are written by the test itself."""
+
+    pack = CudaLink.pack
+    deliver = CudaLink.deliver
+
+
+def test_a_packing_that_is_tried_again_waits_for_gradients_of_other_streams(fake: Fake) -> None:
+    """The other parameter of the bucket has no gradient, so it is ``step()`` that packs."""
+    idle, used = (nn.Parameter(torch.zeros(4096)) for _ in range(2))
+    main, side = fake.current, fake.make_stream()
+    with on_fake_device(fake, Plain), AdamW([idle, used], bucket_numel=8192, speculation="never") as optimizer:
+        fake.current = side
+        used.sum().backward()
+        assert used.grad is not None
+        gradient = used.grad.view(-1)  # whose memory stays until it is written
+        fake.sleep(300_000, side)
+        fake.write(side, gradient, torch.full((4096,), 5.0))
+        fake.current = main
+        fake.fail("cuStreamWaitEvent", OUT_OF_MEMORY)
+        with pytest.raises(DeviceError):
+            optimizer.step()
+        fake.reset()
+        optimizer.step()
+        assert optimizer.grad_norm == 320.0
+        fake.synchronize(side)

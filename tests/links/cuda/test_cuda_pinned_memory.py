@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from superoffload import AdamW
+from superoffload.errors import DeviceError
 from superoffload.links.cuda.pinned import free_bytes, node_of
 from tests.support.adamw_training import batch, train
-from tests.support.fake_cuda import Fake
+from tests.support.fake_cuda import Fake, garbage_like
 from tests.support.fake_cuda_training import (
     blocks_of,
     deep_model,
@@ -24,6 +26,7 @@ from tests.support.fake_cuda_training import (
     quick_collections,
     training,
 )
+from tests.support.fp32_gradients import add_to_main_grad
 
 BEHIND = 1_700_000.0  # microseconds: less than as many waits of a link as there are buckets
 
@@ -144,3 +147,39 @@ def test_a_device_that_is_stuck_is_waited_for_once_per_step(fake: Fake) -> None:
         packed_into_blocks(model, link, 3)
         optimizer.step()
         assert optimizer.stats()["skipped_steps"] == 2 and blocks_of(optimizer) == 0
+
+
+def test_sums_of_bits_that_a_failed_packing_writes(fake: Fake) -> None:
+    """The kernel runs although the call behind its launch was refused; the sums' memory is freed with the error."""
+    model = deep_model(torch.bfloat16)
+    params: list[Any] = list(model.parameters())
+    for param in params:
+        param.main_grad = torch.zeros_like(param)  # as Megatron adds it
+        param.register_post_accumulate_grad_hook(add_to_main_grad)
+    with training(fake, model=model) as (_, optimizer):
+        link: Any = optimizer._engine.link
+        optimizer.zero_grad()
+        made: list[tuple[weakref.ref[Tensor], int]] = []
+        real = link._kernel_sums.room
+
+        def room(counts: Any) -> Any:
+            found = real(counts)
+            made.append((weakref.ref(found[0].memory), found[0].address))
+            fake.sleep(50_000, link.roles["pack"])
+            fake.fail("cuEventRecord", 2, 1)  # behind the launch: the first is in front of it
+            return found
+
+        link._kernel_sums.room = room
+        with pytest.raises(DeviceError, match="CUDA_ERROR_OUT_OF_MEMORY") as caught:
+            batch(model, 2).backward()
+        error: BaseException | None = caught.value
+        while error is not None:  # whose frames hold it
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__
+        gc.collect()
+        ((memory, address),) = made
+        assert memory() is None
+        for stream in link.roles.values():
+            fake.synchronize(stream)
+        (owned,) = (tensor for tensor in link.fake_device.kept if tensor.data_ptr() == address)
+        assert torch.equal(owned, garbage_like(owned)), "what its next owner has written"
