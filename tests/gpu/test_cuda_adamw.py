@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.gpu_suite.given_gradients import NAN_STEP, STEPS, Model, Run, backward, make, train
+from benchmarks.gpu_suite.given_gradients import NAN_STEP, STEPS, Run, backward, make, train
 from benchmarks.gpu_suite.races import run_races
 from superoffload import AdamW
-from superoffload.errors import ArgumentError, StateError, WorkerError
+from superoffload.errors import ArgumentError, StateError
 from superoffload.host.memory import is_out_of_memory
 from superoffload.links.cuda.device import active_bytes, peak_active_bytes
 from tests.support.checkout import ROOT
@@ -188,49 +188,6 @@ def test_parameters_are_visible_on_other_streams() -> None:
 # ---- faults ---------------------------------------------------------------------------------------------------------
 
 
-class NoMemory:
-    """The link's pack() fails at its n-th call with what a link makes of a driver without memory."""
-
-    def __init__(self, link: Any, at: int) -> None:
-        self.link, self.left, self.pack = link, at, link.pack
-        link.pack = self
-
-    def __call__(self, *args: Any) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            raise WorkerError("packing: out of memory (planted)")
-        return self.pack(*args)
-
-    def remove(self) -> None:
-        del self.link.pack
-
-
-@devices
-@pytest.mark.parametrize("at", [0, 2])
-def test_out_of_memory_while_packing_leaves_the_last_step(device: str, at: int) -> None:
-    model, optimizer = make(device, torch.bfloat16, speculation="always")
-    backward(model, 0)
-    optimizer.step()
-    optimizer.zero_grad()
-    before = optimizer.state_digests()
-    planted = NoMemory(optimizer._engine.link, at)
-    with pytest.raises(WorkerError, match="planted"):
-        backward(model, 1)
-    planted.remove()
-    optimizer.zero_grad()
-    assert optimizer.state_digests() == before
-    backward(model, 1)
-    optimizer.step()
-    undisturbed, other = make("cpu", torch.bfloat16, speculation="never")
-    for step in (0, 1):
-        other.zero_grad()
-        backward(undisturbed, step)
-        other.step()
-    assert optimizer.state_digests() == other.state_digests()
-    optimizer.close()
-    other.close()
-
-
 @gpu
 def test_a_full_gpu_is_survived() -> None:
     """All of the memory taken between two steps: the step works, or fails with nothing changed, and then works."""
@@ -286,22 +243,6 @@ def test_parameters_on_several_devices_are_refused() -> None:
         AdamW(params)
 
 
-@devices
-def test_a_model_that_was_converted_is_refused(device: str) -> None:
-    model, optimizer = make(device, torch.float32)
-    backward(model, 0)
-    optimizer.step()
-    optimizer.zero_grad()
-    before = optimizer.state_digests()
-    model.to(torch.bfloat16)
-    with pytest.raises((ArgumentError, StateError)):
-        backward(model, 1)
-        optimizer.step()
-    optimizer.close()
-    masters = {name: digest for name, digest in before.items() if name != "published"}
-    assert masters.items() <= optimizer.state_digests().items()
-
-
 @gpu
 def test_a_model_that_was_moved_is_refused() -> None:
     model, optimizer = make("cuda", torch.float32)
@@ -351,13 +292,3 @@ def test_exit_with_work_in_flight_is_clean(device: str, ending: str) -> None:
     assert ("KeyboardInterrupt" in ended.stderr) == interrupted
     assert "Fatal" not in ended.stderr and "terminate called" not in ended.stderr
     assert after < 60, "it did not hang"
-
-
-def test_the_model_of_these_tests_gets_the_gradients_it_is_given() -> None:
-    from benchmarks.gpu_suite.given_gradients import gradients_of
-
-    for dtype in DTYPES:
-        model = Model(dtype, "cpu")
-        backward(model, 3)
-        for param, gradient in zip(model.parameters(), gradients_of(3, dtype, "cpu"), strict=True):
-            assert param.grad is not None and torch.equal(param.grad, gradient)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -23,30 +22,28 @@ from tests.support.rank_processes import on_ranks
 STEPS = 6
 CLIPS = 0.65  # every norm is a little larger
 CYCLES = 20_000_000  # some 10 ms
-COPIES, COPIED = 8, 64 << 20  # bytes up, of pinned memory: some 10 ms in front of gloo's
 Outcome = list[tuple[dict[str, str], list[float], float]]
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def in_rank(
-    device: str, dtype: torch.dtype, speculation: str, late: str = ""
+    device: str, dtype: torch.dtype, speculation: str, late: bool = False
 ) -> tuple[dict[str, str], list[float], float]:
     """Digests, norms, and how much was speculated, of gradients that are given bit for bit and averaged over ranks.
 
-    ``late``: what keeps sums from being on the device when their future is done.
+    ``late``: sums are not yet on the device when their future is done.
     """
     model = Model(dtype, device)
     reduced = DistributedDataParallel(model, bucket_cap_mb=0.01)
     options: dict[str, Any] = {"lr": 1e-2, "bucket_numel": 2048, "threads": 1, "rank_timeout": 30.0}
     norms = []
-    before = partial(busy_copies, COPIES, COPIED) if late == "copies" else None
-    planted = mock.patch.object(default_hooks, "allreduce_hook", late_hook) if late == "planted" else nullcontext()
+    planted = mock.patch.object(default_hooks, "allreduce_hook", late_hook) if late else nullcontext()
     with planted, AdamW(model.parameters(), model=reduced, speculation=speculation, **options) as optimizer:
         for step in range(STEPS):
             optimizer.max_grad_norm = CLIPS if step % 2 else 1e6
             gradients = gradients_of(2 * step + dist.get_rank(), dtype, device)
-            backward(reduced, gradients, before, aside=late == "planted")
+            backward(reduced, gradients, aside=late)
             optimizer.step()
             norms.append(optimizer.grad_norm)
             optimizer.zero_grad()
@@ -56,26 +53,15 @@ def in_rank(
         return optimizer.state_digests(), norms, optimizer.stats()["buckets_speculated"]
 
 
-def backward(model: Any, gradients: list[Tensor], before: Callable[[], None] | None, *, aside: bool = False) -> None:
+def backward(model: Any, gradients: list[Tensor], *, aside: bool) -> None:
     """``aside``: on a stream other than the default one, so that nothing but a wait orders it behind a late sum."""
     stream = torch.cuda.Stream() if aside else None
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        loss = model(gradients)
-        if before is not None:
-            before()
-        loss.backward()
+        model(gradients).backward()
     if stream is not None:
         torch.cuda.current_stream().wait_stream(stream)
-
-
-def busy_copies(count: int, nbytes: int) -> None:
-    """Gloo's own copies stand in line behind these."""
-    source = torch.empty(nbytes, dtype=torch.uint8).pin_memory()
-    with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
-        for _ in range(count):
-            torch.empty(nbytes, dtype=torch.uint8, device="cuda").copy_(source, non_blocking=True)
 
 
 def late_hook(group: Any, bucket: Any) -> Any:
@@ -110,7 +96,6 @@ def test_averages_over_gloo_have_the_bits_of_the_cpu(device: str, dtype: torch.d
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("late", ["copies", "planted"])
-def test_sums_that_are_late_are_waited_for(late: str) -> None:
-    found = on_ranks(2, in_rank, "cuda", torch.float32, "always", late)
+def test_sums_that_are_late_are_waited_for() -> None:
+    found = on_ranks(2, in_rank, "cuda", torch.float32, "always", True)
     assert [one[:2] for one in found] == [one[:2] for one in reference(torch.float32)]

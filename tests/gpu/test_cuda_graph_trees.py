@@ -102,13 +102,6 @@ def train(
     return digests, norms
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_reference_does_not_depend_on_speculation(dtype: torch.dtype) -> None:
-    digests, norms = train("cpu", dtype, None, "always")
-    assert (digests, norms) == train("cpu", dtype, None, "never")
-    assert len({digest["published"] for digest in digests}) == STEPS and min(norms) > CLIPS
-
-
 @pytest.mark.gpu
 @needs_triton
 @needs_compiler

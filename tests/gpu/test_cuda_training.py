@@ -69,20 +69,15 @@ def test_state_on_the_device_has_the_hosts_bits(device: str, placement: Any, spe
 
 
 @devices
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_state_on_the_device_in_other_formats(device: str, dtype: torch.dtype) -> None:
-    run = train(device, dtype, speculation="always", placement={"gpu_fraction": 0.5})
-    assert run.bits() == on_host(dtype).bits()
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, {}), (torch.float16, {}), (torch.bfloat16, {"state_dtype": "bf16", "seed": 3})],
+    ids=["fp32", "fp16", "bf16 moments"],
+)
+def test_state_on_the_device_in_other_formats(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    run = train(device, dtype, speculation="always", placement={"gpu_fraction": 0.5}, **options)
+    assert run.bits() == train("cpu", dtype, speculation="never", **options).bits()
     assert run.stats["params_on_device"] > 0
-
-
-@devices
-def test_bf16_moments_on_the_device(device: str) -> None:
-    """Rounded stochastically, by the seed."""
-    options: dict[str, Any] = {"state_dtype": "bf16", "seed": 3}
-    run = train(device, torch.bfloat16, speculation="always", placement={"gpu_fraction": 0.5}, **options)
-    assert run.bits() == train("cpu", torch.bfloat16, speculation="never", **options).bits()
-    assert run.bits() != on_host(torch.bfloat16).bits()
 
 
 # ---- gradients that the device computes ------------------------------------------------------------------------------

@@ -86,20 +86,6 @@ def test_one_value_that_is_not_finite_is_found_wherever_it_is(dtype: torch.dtype
     assert all_finite(torch.empty(0, dtype=dtype))
 
 
-def test_sums_of_host_memory_are_what_their_definition_says() -> None:
-    """On every machine: sixty-four bytes at a time, words by the odd number of their lane and how long they counted."""
-    odd = [(2 * (lane * 0x9E3779B97F4A7C15) + 1) % 2**64 for lane in range(8)]
-    for nbytes in (0, 2, 62, 64, 66, 640):
-        values = flat(torch.bfloat16, nbytes // 2, 0)
-        data = values.view(torch.int16).numpy().tobytes()
-        words = [int.from_bytes(data[at : at + 8], "little") for at in range(0, nbytes, 8)]
-        lines = nbytes // 64 + 1
-        plain = nbytes + sum(word * odd[i % 8] for i, word in enumerate(words))
-        weighted = sum((lines - i // 8) * word * odd[i % 8] for i, word in enumerate(words))
-        expected = [one % 2**64 if nbytes else 0 for one in (plain, weighted)]
-        assert IN_MEMORY.of([values]) == [b"".join(one.to_bytes(8, "little") for one in expected)]
-
-
 def test_sums_of_host_memory_do_not_depend_on_threads() -> None:
     """More than two threads' worth; a run of several chunks beside small ones."""
     large = flat(torch.float32, (96 << 20) // 4 + 5, 1)

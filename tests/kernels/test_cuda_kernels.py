@@ -13,13 +13,12 @@ from superoffload import _native
 from superoffload.links.cuda import geometry
 from tests.support import emulated_kernels, numpy_kernels
 from tests.support import kernel_inputs as cases
+from tests.support.emulated_kernels import sum_pieces
 from tests.support.guarded_arrays import Guarded, assert_bits, scalars_of
-from tests.support.kernel_launches import COPY_PIECE, SUM_PIECE, copy_pieces, grid_for, sum_pieces
 from tests.support.reference.bit_sums import BLOCK_BYTES, bit_sums, number_of
 from tests.support.reference.convert import narrow
 
 NO_SCALES = (0, 0)  # which only 8-bit moments have
-WORDS = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16}
 
 
 # ---- sums of bits ----
@@ -39,29 +38,6 @@ def sums_by_kernel(memory: Sequence[Guarded], grid: int | None = None) -> list[n
 def pieces_of(memory: Sequence[Guarded], sums: Sequence[npt.NDArray[np.uint64]]) -> geometry.Pieces:
     pairs = zip(memory, sums, strict=True)
     return sum_pieces((one.array.ctypes.data, there.ctypes.data, one.array.size) for one, there in pairs)
-
-
-@pytest.mark.parametrize("grid", [None, 1])
-def test_what_has_changed_is_found_and_nothing_else(grid: int | None) -> None:
-    memory = [placed(nbytes, start, nbytes) for nbytes in (2, 2048, 5000, 0, 9000) for start in (0, 3)]
-    sums = sums_by_kernel(memory)
-    pieces = pieces_of(memory, sums)
-    changed = np.zeros(len(memory), np.uint8)
-
-    def compare() -> list[int]:
-        changed[:] = 0
-        emulated_kernels.launch("compare_bits", pieces, changed.ctypes.data, grid=grid)
-        return [int(i) for i in np.flatnonzero(changed)]
-
-    assert compare() == []
-    for i, one in enumerate(memory):
-        for place in {0, one.array.size // 3, one.array.size - 1} if one.array.size else ():
-            one.array[place] ^= 1 << place % 16
-            assert compare() == [i]
-            one.array[place] ^= 1 << place % 16
-    memory[2].array[7] ^= 1
-    memory[9].array[-1] ^= 0x8000
-    assert compare() == [2, 9]
 
 
 def test_two_elements_that_change_places_are_always_seen() -> None:
@@ -99,16 +75,3 @@ def test_noisy_step_gives_the_bits_of_the_native_kernel(
     emulated_kernels.launch("step_bf16_bf16_noisy", geometry.step_pieces([row]))
     for name, got, expected in zip(("master", "exp_avg", "exp_avg_sq", "", "parameter"), here, native, strict=True):
         assert_bits(name, got, expected)
-
-
-# ---- geometry ----
-
-
-def test_piece_tables_are_what_the_kernels_read() -> None:
-    assert (COPY_PIECE.itemsize, SUM_PIECE.itemsize, geometry.STEP_PIECE.itemsize) == (32, 32, 232)
-    assert len(_native.freeze_scalars(**scalars_of(cases.HYPERS[0]), l2=False, step=1)) == geometry.SCALARS_BYTES
-    table = copy_pieces([(64, 0, 1024), (128, 1024, 0), (192, 1024, 1), (256, 1088, 3000)])
-    assert table["first_block"].tolist() == [0, 1, 1, 2]
-    assert geometry.count_blocks(table) == 5
-    grids = [grid_for(name, 17) for name in ("pack_f32", "unpack_32", "sum_bits", "step_f32_f32_noisy")]
-    assert grids == [3, 5, 5, 17] and grid_for("pack_f32", 0) == 1

@@ -13,13 +13,12 @@ from tests.support import kernel_battery as battery
 from tests.support import kernel_inputs as cases
 from tests.support.guarded_arrays import GuardedSpan, assert_state, each_isa
 from tests.support.kernel_inputs import State
-from tests.support.reference import adam, journal
+from tests.support.reference import adam
 from tests.support.reference.adam import Hyper
 from tests.support.reference.convert import narrow
 
 ISAS = kernels.available_isas()
 
-each_mode = pytest.mark.parametrize("mode", ["adamw", "l2"])
 each_width = pytest.mark.parametrize("width", [1, 2])
 
 
@@ -62,27 +61,6 @@ def noisy_gradient(length: int, step: int) -> npt.NDArray[np.uint16]:
     direction = cases.ranged(length, 411, -12, -9)
     noise = cases.ranged(length, 412 + step, -11, -9)
     return np.asarray(narrow(direction + noise, "bf16"))
-
-
-@each_isa
-@each_width
-def test_an_escape_in_every_single_lane(isa: str, width: int) -> None:
-    """One lane at a time that cannot be coded, over the length of any vector, a block's end and the next's start."""
-    length = 1100
-    zeros = np.zeros(length, np.float32)
-    gradient = cases.gradient("training", "bf16", length, 450)
-    hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, 2)
-    with kernels.using_isa(isa):
-        for lane in (*range(66), *range(1015, 1035)):
-            for component, name in enumerate(("exp_avg", "exp_avg_sq", "master")):
-                parts = {"master": np.ones(length, np.float32), "exp_avg": zeros.copy(), "exp_avg_sq": zeros.copy()}
-                parts[name].view(np.uint32)[lane] = 0x7FC12345
-                old = State(**parts)
-                guarded = GuardedSpan(old, gradient, "bf16")
-                assert guarded.span.step_journaled(hyper, width=width)
-                assert guarded.span.escapes[component] == 1
-                guarded.span.undo()
-                assert_state(guarded.state, old, f"lane {lane} of {name}")
 
 
 @each_isa
@@ -142,30 +120,3 @@ def test_a_journal_of_one_instruction_set_is_undone_by_any_other() -> None:
                 with kernels.using_isa(reader):
                     guarded.span.undo()
                 assert_state(guarded.state, case.old, f"written by {writer}, undone by {reader}")
-
-
-@each_isa
-@each_mode
-@each_width
-def test_escapes_are_the_lanes_whose_code_does_not_fit_and_take_little_room(isa: str, mode: str, width: int) -> None:
-    """beta = 0 and a decay factor of 0 lose the old value completely; undo is exact nevertheless."""
-    with kernels.using_isa(isa):
-        for number, plain in enumerate(cases.HYPERS):
-            length = (3000, 1025, 64, 5)[number % 4]
-            hyper = replace(plain, l2=mode == "l2")
-            for kind in cases.KINDS:
-                old = cases.state(kind, length, 420)
-                gradient = cases.gradient(kind, "bf16", length, 423)
-                lanes = journal.escapes(old, gradient, adam.step(*old, gradient, "bf16", hyper), hyper, width)
-                guarded = GuardedSpan(old, gradient, "bf16", start=number)
-                assert guarded.span.step_journaled(hyper, width=width)
-                found = guarded.span.escapes
-                for name, count in zip(("exp_avg", "exp_avg_sq", "master"), found, strict=True):
-                    alone, together = int(lanes[name].sum()), int((lanes[name] | lanes["any"]).sum())
-                    assert alone <= count <= together, f"{name}: {count}, expected {alone}; {kind} {hyper}"
-                # An escape is a raw word and, at most, as much again to say where it belongs.
-                rest = guarded.span.journal_bytes - width * length - 4 * sum(found)
-                assert 0 <= rest <= 4 * sum(found) + 24 * -(-length // 1024), f"{kind}, length {length}: {rest} bytes"
-                guarded.span.undo()
-                assert_state(guarded.state, old, f"{kind} {hyper}")
-                guarded.check()

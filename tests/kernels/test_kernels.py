@@ -40,6 +40,27 @@ def test_published_rounding_of_every_upper_half_and_ties(isa: str, published_for
 
 
 @each_isa
+def test_stored_halves_of_split_masters_are_those_of_the_definition(isa: str) -> None:
+    """lr = 0 and no decay store the masters themselves: every upper half near each tie."""
+    hyper = Hyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=2)
+    every = np.arange(65536, dtype=np.uint32)
+    zeros = np.zeros(65536, np.float32)
+    with kernels.using_isa(isa):
+        for lower in (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF):  # 0x8000 is a tie
+            master = (every << np.uint32(16) | np.uint32(lower)).view(np.float32)
+            guarded = GuardedSpan(State(master, zeros, zeros), zeros, "split")
+            guarded.span.step(hyper)
+            halves = convert.split(master)
+            whole = GuardedSpan(State(master, zeros, zeros), zeros, "bf16")
+            whole.span.step(hyper)
+            # To even, a tie goes to the even upper half: away from zero, to the other one.
+            tie = (whole.state.master.view(np.uint32) & np.uint32(0x1FFFF)) == 0x8000
+            assert np.array_equal(guarded.shadow != whole.shadow, tie), "parameters differ at ties only"
+            assert_bits("upper halves", guarded.shadow, halves.upper, f"lower half {lower:#06x}")
+            assert_bits("remainders", guarded.remainders, halves.remainder, f"lower half {lower:#06x}")
+
+
+@each_isa
 @pytest.mark.parametrize("gradient_format", ["bf16", "fp16"])
 def test_every_16_bit_gradient(isa: str, gradient_format: str) -> None:
     words = np.arange(65536, dtype=np.uint16)

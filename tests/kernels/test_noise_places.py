@@ -3,19 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from superoffload import kernels
+from superoffload.distributed.ownership import Box
 from tests.support import numpy_kernels
-from tests.support.placed_boxes import BOXES, PlacedBox
-from tests.support.reference import eight_bit
 from tests.support.reference.convert import narrow
-from tests.support.reference.stochastic import noise_at
 
+
+class PlacedBox(NamedTuple):
+    """A box of a parameter, how the kernels are told of it, and where its elements are, found by indexing."""
+
+    shape: tuple[int, ...]
+    box: Box
+    order: tuple[int, ...] | None
+    start: int
+    axes: tuple[tuple[int, int], ...]
+    places: NDArray[np.uint64]
+
+    def __str__(self) -> str:
+        return f"{self.box.lengths}-of-{self.shape}" + (f"-{self.order}" if self.order else "")
+
+
+def placed(
+    shape: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...], order: tuple[int, ...] | None = None
+) -> PlacedBox:
+    box = Box(offsets, lengths)
+    whole = np.arange(np.prod(shape), dtype=np.uint64).reshape(shape)
+    part = whole[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+    flat = (part if order is None else part.transpose(order)).ravel()
+    return PlacedBox(shape, box, order, box.first_in(shape), box.axes_in(shape, order), flat)
+
+
+# Columns; several dimensions; other orders in memory.
+BOXES = (
+    placed((700, 9), (0, 3), (700, 3)),
+    placed((150, 64), (3, 16), (140, 17)),
+    placed((5, 3000), (0, 1100), (5, 1000)),
+    placed((6, 40, 33), (2, 5, 0), (4, 30, 33)),
+    placed((8, 6, 9, 11), (0, 0, 0, 0), (8, 6, 9, 11), (0, 2, 3, 1)),
+)
 STREAM = (11 << 32) | 3
 WAYS = ("step", "journaled", "undone", "replayed", "two phases")
 
@@ -75,33 +106,3 @@ def test_a_part_has_the_bits_that_it_has_in_the_whole_parameter(isa: str, box: P
         do(spans[1], way, step)
         for name, all_of_it, here in zip(("master", "exp_avg", "exp_avg_sq", "", "shadow"), whole, part, strict=True):
             np.testing.assert_array_equal(here, all_of_it[box.places], f"{name}, {way}")
-
-
-@pytest.mark.parametrize("box", BOXES, ids=str)
-def test_8_bit_moments_take_the_noise_of_their_places(isa: str, box: PlacedBox) -> None:
-    """Against the reference: the scales are those of the part's own blocks."""
-    numel = len(box.places)
-    part = state_of(numel, np.zeros(eight_bit.stored_size(numel), np.uint8))
-    span = span_of(part, start=box.start, axes=box.axes)
-    for step, way in enumerate(WAYS, start=1):
-        part[3][:] = gradient(step, numel)
-        random = noise_at(box.places, STREAM, step)
-        wanted = eight_bit.step(part[0], part[1].copy(), part[2].copy(), part[3], "bf16", hyper(step), random)
-        do(span, way, step)
-        for here, expected in zip((*part[:3], part[4]), wanted, strict=True):
-            np.testing.assert_array_equal(here, expected, way)
-
-
-@pytest.mark.parametrize("box", BOXES[::2], ids=str)
-def test_pieces_of_a_part_continue_its_places(isa: str, box: PlacedBox) -> None:
-    """As buckets cut it, also past 2^32 places."""
-    placed = {"start": (box.start + 2**32 - 3000) % 2**32, "axes": box.axes}
-    for first_index in (1000, 1):
-        whole = state_of(len(box.places), np.zeros(len(box.places), np.uint16))
-        rest = [array[first_index:].copy() for array in whole]
-        whole[3][:] = gradient(1, len(box.places))
-        rest[3][:] = whole[3][first_index:]
-        span_of(whole, **placed).step(hyper(1))
-        span_of(rest, **placed, first_index=first_index).step(hyper(1))
-        for all_of_it, here in zip(whole, rest, strict=True):
-            np.testing.assert_array_equal(here, all_of_it[first_index:])

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.errors import ArgumentError
-from superoffload.links.host import HostLink, InPlaceLink
-from tests.support.adamw_training import batch, model_of, train
+from tests.support.adamw_training import batch, model_of
 
 
 @pytest.mark.parametrize(
@@ -45,17 +43,6 @@ def test_nothing_is_kept_twice(form: dict[str, Any], expected: float) -> None:
         assert memory() is None, "the gradient outlives the step"
 
 
-def test_which_link_serves_whom() -> None:
-    def link(**options: Any) -> Any:
-        model = model_of()
-        with AdamW(model.parameters(), model=model, **options) as optimizer:
-            return type(optimizer._engine.link)
-
-    assert link(speculation="never") is InPlaceLink
-    assert link(speculation="never", delivery="on_demand") is HostLink
-    assert link() is link(speculation="always") is HostLink
-
-
 def check_against_speculation(
     train: Callable[[Any, AdamW], None], make: Callable[[], Any] = model_of, **options: Any
 ) -> None:
@@ -70,40 +57,9 @@ def check_against_speculation(
     assert digests[0] == digests[1]
 
 
-def reordered(param: nn.Parameter) -> None:
-    """Its elements are in another order in memory."""
-    param.data = param.detach().t().contiguous().t()
-
-
-def of_a_larger_one(param: nn.Parameter) -> None:
-    """Its memory is a part of another tensor's, not at the beginning of a cache line."""
-    param.data = torch.cat([torch.zeros(3, dtype=param.dtype), param.detach().view(-1)])[3:].view(param.shape)
-
-
-@pytest.mark.parametrize(
-    ("memory", "dtype"),
-    [(reordered, torch.bfloat16), (of_a_larger_one, torch.float32), (of_a_larger_one, torch.bfloat16)],
-)
-def test_parameters_with_memory_of_any_form(memory: Callable[[nn.Parameter], None], dtype: torch.dtype) -> None:
-    def make() -> nn.Module:
-        model = model_of(dtype)
-        for param in model.parameters():
-            if param.dim() == 2:
-                memory(param)
-        return model
-
-    def steps(model: nn.Module, optimizer: AdamW) -> None:
-        train(model, optimizer, range(5))
-        for param in model.parameters():
-            assert torch.equal(param, optimizer.state[param]["master"].to(dtype))
-
-    check_against_speculation(steps, make, max_grad_norm=0.5)
-
-
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda grad: grad.mean().expand(grad.shape),
     "transposed": lambda grad: grad.t().contiguous().t() if grad.dim() == 2 else grad.flip(0).flip(0),
-    "negated": lambda grad: torch._neg_view(-grad),  # with torch's negative bit: its memory has the opposite signs
 }
 
 
@@ -144,31 +100,3 @@ def test_gradients_that_are_memory_which_the_step_writes(of: str) -> None:
             optimizer.step()
 
     check_against_speculation(steps, make, lr=0.1, bucket_numel=1024, threads=2)
-
-
-@pytest.mark.parametrize("change", ["move", "edit unseen"])
-def test_a_step_that_failed_leaves_nothing_to_the_next(change: str) -> None:
-    """Memory is looked up in every step, and gradients are as they are then."""
-    digests = []
-    for fails in (True, False):
-        params = [nn.Parameter(torch.linspace(0, step + 1, 3000)) for step in range(3)]
-        with AdamW(params, speculation="never", lr=0.1, bucket_numel=1024, max_grad_norm=1.0) as optimizer:
-            for _ in range(2):
-                for param in params:
-                    param.grad = torch.ones_like(param)
-                if fails:
-                    params[-1].grad = torch.ones(3000).to_sparse()
-                    with pytest.raises(ArgumentError, match="sparse"):
-                        optimizer.step()
-                    params[-1].grad = torch.ones_like(params[-1])
-                if change == "move":
-                    for param in params:
-                        param.data = param.detach().clone()
-                else:
-                    grad: Any = params[0].grad
-                    grad.data.fill_(0.25)
-                optimizer.step()
-                for param in params:
-                    assert torch.equal(param.detach(), optimizer.state[param]["master"])
-            digests.append(optimizer.state_digests())
-    assert digests[0] == digests[1]

@@ -45,25 +45,7 @@ def source_tree(tmp_path: Path) -> Path:
     return tree
 
 
-# ---- the version is stated once ----
-
-
-def test_version_is_the_same_everywhere() -> None:
-    assert importlib.metadata.version("superoffload") == superoffload.__version__
-    for command in ([Path(sys.executable).parent / "superoffload"], [sys.executable, "-m", "superoffload"]):
-        shown = run(*command, "--version")
-        assert (shown.returncode, shown.stdout.strip()) == (0, f"superoffload {superoffload.__version__}")
-
-
 # ---- which source gets which flags ----
-
-
-def test_each_machine_builds_its_own_instruction_sets() -> None:
-    assert [setup_py.plan(machine, {}).isas for machine in MACHINES] == [
-        ["scalar", "avx2", "avx512"],
-        ["scalar", "neon", "sve"],
-        ["scalar"],
-    ]
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -83,15 +65,6 @@ def test_only_its_own_file_gets_the_flags_of_an_instruction_set(machine: str) ->
     assert all((ROOT / source).is_file() for source in plan.sources)
 
 
-def test_target_machine_and_kind_of_build_can_be_named() -> None:
-    named = setup_py.plan("x86_64", {"SUPEROFFLOAD_WERROR": "1", "SUPEROFFLOAD_DEBUG": "1"}).sources[
-        "csrc/bindings.cpp"
-    ]
-    assert "-Werror" in named and "-g0" not in named
-    names = {"aarch64": "aarch64", "arm64": "aarch64", "AMD64": "x86_64", "riscv64": "riscv64"}
-    assert {name: setup_py.target_machine({"SUPEROFFLOAD_TARGET": name}) for name in names} == names
-
-
 def test_instruction_sets_can_be_left_out_but_not_invented() -> None:
     assert setup_py.plan("x86_64", {"SUPEROFFLOAD_BUILD_ISAS": "avx2, scalar"}).isas == ["scalar", "avx2"]
     for wrong in ("avx2", "scalar,neon", "scalar,mmx"):
@@ -102,38 +75,14 @@ def test_instruction_sets_can_be_left_out_but_not_invented() -> None:
 # ---- what is built ----
 
 
-@pytest.mark.parametrize(
-    ("compiler", "words"),
-    [
-        ("/nowhere/c++", ["superoffload needs a C++17 compiler to build", "apt install g++"]),
-        ("", ["csrc/bindings.cpp did not compile"]),
-    ],
-    ids=["no compiler", "broken source"],
-)
-def test_a_build_that_fails_says_why(compiler: str, words: list[str], source_tree: Path) -> None:
+def test_a_build_without_a_compiler_says_what_to_install(source_tree: Path) -> None:
     for path in (source_tree / "csrc").rglob("*.cpp"):
         path.unlink()
-    (source_tree / "csrc/bindings.cpp").write_text("#error broken on purpose\n")
-    environment = {**os.environ, **({"CC": compiler, "CXX": compiler} if compiler else {})}
+    (source_tree / "csrc/bindings.cpp").touch()
+    environment = {**os.environ, "CC": "/nowhere/c++", "CXX": "/nowhere/c++"}
     shown = run(sys.executable, "setup.py", "build_ext", cwd=source_tree, env=environment)
     assert shown.returncode != 0 and "Traceback" not in shown.stderr
-    assert all(word in shown.stderr for word in words)
-
-
-def test_objects_are_remade_when_something_they_include_changes(tmp_path: Path) -> None:
-    target, depends, header = tmp_path / "a.o", tmp_path / "a.d", tmp_path / "a h.h"
-    assert not setup_py.is_current(target, depends)
-    for path in (header, target):
-        path.touch()
-    os.utime(header, ns=(1, 1))
-    escaped = str(header).replace(" ", "\\ ")
-    depends.write_text(f"{target}: \\\n {escaped}\n")
-    assert setup_py.is_current(target, depends)
-    later = target.stat().st_mtime_ns + 1
-    os.utime(header, ns=(later, later))
-    assert not setup_py.is_current(target, depends)
-    header.unlink()
-    assert not setup_py.is_current(target, depends)
+    assert all(word in shown.stderr for word in ("needs a C++17 compiler to build", "apt install g++"))
 
 
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf: install binutils")
@@ -142,12 +91,6 @@ def test_extension_needs_only_the_c_and_cpp_libraries() -> None:
     needed = re.findall(r"\(NEEDED\).*\[(.+?)\]", shown.stdout)
     allowed = re.compile(r"(libc|libm|libstdc\+\+|libgcc_s|libpthread|libc\+\+|libatomic|ld-linux.*)\.so")
     assert needed and [name for name in needed if not allowed.match(name)] == []
-
-
-def test_imports_without_torch() -> None:
-    program = "import sys; sys.modules['torch'] = None; import superoffload.kernels, superoffload.tools.cli"
-    shown = run(sys.executable, "-c", program)
-    assert shown.returncode == 0, shown.stderr
 
 
 # ---- what is shipped ----

@@ -6,28 +6,46 @@ import ctypes
 import fcntl
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-from torch import Tensor
 
-from superoffload.engine.bucket import BLOCK
 from superoffload.links.cuda import geometry
+from superoffload.links.cuda.geometry import Pieces, numbered
 from tests.support.checkout import ROOT
-from tests.support.kernel_launches import THREADS, grid_for, table_argument
 
-NAMES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
-# Of steps: the types of gradient and published parameter.
-STEPS = (
-    ("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "bf16"), ("fp32", "fp16"),
-    ("fp32", "split"), ("bf16", "split"),
-)  # fmt: skip
+# Launches as the pipeline makes them (csrc/cuda/device_bucket.h, streams.cpp).
+THREADS = 128  # per CUDA block, for every kernel
+# 1024-element blocks that a CUDA block takes at a time; for sums of bits, blocks of 2048 bytes
+BLOCKS_PER_CUDA_BLOCK = {"pack": 8, "unpack": 4, "step": 1, "sum": 4, "compare": 4}
+
+
+# Matches struct SumPiece of csrc/cuda/bit_sums.cuh. `numel`: 16-bit elements, 1024 to a block; `sums`: its own.
+SUM_PIECE = np.dtype([("address", "<u8"), ("sums", "<u8"), ("numel", "<u8"), ("first_block", "<u8")])
+
+
+def sum_pieces(pieces: Iterable[tuple[int, int, int]]) -> Pieces:
+    """Builds pieces from (address, address of its sums, elements of 16 bits)."""
+    return numbered(list(pieces), SUM_PIECE, ("address", "sums", "numel"))
+
+
+TABLE_BYTES = 4000  # of pieces in struct Table of csrc/cuda/pieces.cuh
+
+
+def table_argument(pieces: Pieces, there: int) -> ctypes.Array[ctypes.c_char]:
+    """Returns the first argument of a kernel: its pieces, or where they are too long ``there``, their address."""
+    inline = pieces.nbytes <= TABLE_BYTES
+    contents = (0 if inline else there).to_bytes(8, "little") + (pieces.tobytes() if inline else b"")
+    return ctypes.create_string_buffer(contents, 8 + TABLE_BYTES)
+
+
+def grid_for(kernel: str, blocks: int) -> int:
+    """Returns the number of CUDA blocks for ``blocks`` of 1024 elements; kernels stride, so any grid does the work."""
+    return max(1, -(-blocks // BLOCKS_PER_CUDA_BLOCK[kernel.partition("_")[0]]))
 
 
 @contextmanager
@@ -74,12 +92,3 @@ def launch(kernel: str, pieces: geometry.Pieces, *addresses: int, grid: int | No
     values = [table_argument(pieces, pieces.ctypes.data), ctypes.c_uint(len(pieces)), *map(ctypes.c_void_p, addresses)]
     arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     _library().emulate_launch(kernel.encode(), ctypes.c_uint(grid), ctypes.c_uint(THREADS), arguments)
-
-
-def step_kernel(types: tuple[str, str]) -> str:
-    return f"step_{NAMES[types[0]]}_{NAMES.get(types[1], types[1])}"
-
-
-def blocks_of(gradient: npt.NDArray[Any] | Tensor) -> int:
-    numel = gradient.size if isinstance(gradient, np.ndarray) else gradient.numel()
-    return -(-numel // BLOCK)

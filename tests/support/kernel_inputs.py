@@ -21,23 +21,7 @@ FORMATS = ("fp32", "bf16", "fp16")
 # Around every vector width, every unrolling and the 1024-element block; the small ones completely.
 LENGTHS: tuple[int, ...] = (
     *range(131),
-    255,
-    256,
-    257,
-    511,
-    512,
-    513,
-    1000,
-    1023,
-    1024,
-    1025,
-    2047,
-    2048,
-    2049,
-    3000,
-    4095,
-    4096,
-    5000,
+    *(255, 256, 257, 511, 512, 513, 1000, 1023, 1024, 1025, 2047, 2048, 2049, 3000, 4095, 4096, 5000),
 )
 LONGEST = 5000
 # Offsets in elements from a 64-byte boundary.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 from superoffload import __version__
 from superoffload.errors import SuperOffloadError
 from superoffload.tools.cli import COMMANDS, main
-from superoffload.tools.output import check_writable, write_json
+from superoffload.tools.output import write_json
 
 
 @pytest.mark.parametrize(
@@ -67,42 +66,6 @@ def test_package_runs_as_a_module() -> None:
 def test_a_command_that_does_not_exist_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["docter"]) == main(["--docter"]) == 2
     assert "'docter': did you mean doctor? expected a command: verify, " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("chosen", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_waiting_torch_threads_sleep_unless_told_otherwise(chosen: str | None, expected: str) -> None:
-    script = (
-        "import os; from superoffload.tools.cli import main\n"
-        "try: main(['--version'])\n"
-        "except SystemExit: print(os.environ['OMP_WAIT_POLICY'])"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    environment.update({"OMP_WAIT_POLICY": chosen} if chosen else {})
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-    assert done.stdout.split()[-1] == expected
-
-
-def test_checking_an_output_file_leaves_nothing_behind(tmp_path: Path) -> None:
-    check_writable(str(tmp_path / "new.json"), "json")
-    assert not (tmp_path / "new.json").exists()
-    (tmp_path / "old.json").write_text("{}")
-    check_writable(str(tmp_path / "old.json"), "json")
-    assert (tmp_path / "old.json").read_text() == "{}"
-
-
-def test_several_ranks_may_check_an_output_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank removes it in between."""
-    path = tmp_path / "new.json"
-    unlink = Path.unlink
-
-    def removed_before(self: Path, missing_ok: bool = False) -> None:
-        unlink(self)
-        unlink(self, missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", removed_before)
-    check_writable(str(path), "json")
-    assert not path.exists()
 
 
 def test_full_disk_is_a_clear_error() -> None:

@@ -95,17 +95,11 @@ def test_versions_decide_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.remedy for one in doctor.software()] == ["", ""]
     for name, number, remedy in (
         ("deepspeed", "0.20.0", "'deepspeed>=0.18.0,<=0.19.8'"),
-        ("deepspeed", "0.17.6", "'deepspeed>=0.18.0,<=0.19.8'"),
         ("transformers", "4.57.0", "'transformers>=5'"),
     ):
         installed(monkeypatch, **{**good, name: number})
         (warning,) = (one for one in doctor.software() if one.remedy)
         assert remedy in warning.remedy and number in warning.text and warning.level == WARNING
-    installed(monkeypatch, torch="2.6.0", numpy="2.4")
-    *_, adapters = doctor.software()
-    assert adapters.remedy == "" and "transformers: needs transformers, not installed" in adapters.text
-    installed(monkeypatch, **{name: good[name] for name in ("torch", "numpy", "transformers")})
-    assert "transformers: needs accelerate, not installed" in [one.text for one in doctor.software()][-1]
 
 
 @pytest.mark.parametrize("versions", [{}, {"torch": "2.5.1+cu124"}])
@@ -125,11 +119,6 @@ def test_machines_that_are_well_have_no_warning(tmp_path: Path, files: Mapping[s
     assert [one.text[:11] for one in doctor.numa(system)] == (["nodes: 0, 1"] if files is GRACE else [])
 
 
-def test_a_sandbox_without_proc_and_sys_is_no_problem(tmp_path: Path) -> None:
-    (found,) = warnings_on(System(tmp_path))
-    assert (found.topic, found.level) == ("memory", WARNING)
-
-
 def test_affinity_and_ranks_choose_the_worker_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     system = make_machine(tmp_path, GRACE)
     assert "72 of 72 usable (0-71)" in next(doctor.processors(system)).text
@@ -143,14 +132,11 @@ def test_affinity_and_ranks_choose_the_worker_threads(tmp_path: Path, monkeypatc
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # torchrun has set the 1, which then does not bound them
     (found,) = doctor.processors(system)
     assert "18 worker threads on 18-35" in found.text
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "73")
-    assert "too few" in [one.text for one in doctor.processors(system)][-1]
 
 
 @pytest.mark.parametrize(
     "files, quota",
     [
-        ({"/sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
         ({"/sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
         ({"/proc/self/cgroup": "0::/pod/box\n", "/sys/fs/cgroup/pod/cpu.max": "120000 100000\n"}, 1.2),  # around it
     ],
@@ -163,20 +149,14 @@ def test_processor_quota(tmp_path: Path, files: Mapping[str, str], quota: float 
 
 
 def test_memory_and_a_containers_limit(tmp_path: Path) -> None:
-    plain, version_1 = make_machine(tmp_path / "plain", PLAIN), {
-        "/proc/self/cgroup": "9:memory:/job\n",
-        "/sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{24 * GIB}\n",
-        "/sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{6 * GIB}\n",
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-    }  # fmt: skip
-    version_2 = {"/sys/fs/cgroup/memory.max": f"{24 * GIB}\n", "/sys/fs/cgroup/memory.current": f"{6 * GIB}\n"}
+    plain = make_machine(tmp_path / "plain", PLAIN)
     assert usable_memory(plain) == 60000000 * 1024
     text = next(doctor.memory(plain)).text
     assert all(part in text for part in ("3.4 B parameters at 18", "5.1 B parameters at 12", "6.1 B parameters at 10"))
-    for number, files in enumerate((version_1, version_2)):
-        system = make_machine(tmp_path / str(number), PLAIN, files)
-        text = next(doctor.memory(system)).text
-        assert usable_memory(system) == 18 * GIB and "limit is 24.0 GiB" in text and "1.1 B parameters at 18" in text
+    limit = {"/sys/fs/cgroup/memory.max": f"{24 * GIB}\n", "/sys/fs/cgroup/memory.current": f"{6 * GIB}\n"}
+    system = make_machine(tmp_path / "limit", PLAIN, limit)
+    text = next(doctor.memory(system)).text
+    assert usable_memory(system) == 18 * GIB and "limit is 24.0 GiB" in text and "1.1 B parameters at 18" in text
 
 
 def test_pages_swap_numa_and_locked_memory(tmp_path: Path) -> None:
@@ -192,29 +172,7 @@ def test_pages_swap_numa_and_locked_memory(tmp_path: Path) -> None:
     assert "--cpunodebind=0 --membind=0" in one_warning(tmp_path / "nodes", PLAIN, nodes).remedy
 
 
-def test_grace_that_is_not_set_up_well(tmp_path: Path) -> None:
-    changes = {"/proc/self/smaps": "KernelPageSize: 4 kB\n", "/proc/sys/kernel/numa_balancing": "1\n"}
-    near = {
-        "/sys/bus/pci/devices/0009:01:00.0/local_cpulist": "0-71\n",
-        "/proc/self/status": "Cpus_allowed_list: 80-90\n",
-    }
-    system = make_machine(tmp_path, GRACE, {**changes, **near})
-    assert "64 KiB pages" in [one.remedy for one in doctor.memory(system)][-1]
-    remedies = [one.remedy for one in doctor.numa(system)][1:]  # behind the nodes
-    assert remedies == ["sysctl kernel.numa_balancing=0 (as root)", "taskset -c 0-71 ..."]
-
-
 # ---- instruction sets and GPUs ----
-
-
-def test_a_build_or_a_choice_that_is_slower_than_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = "model name: x\nflags\t\t: fpu avx2 fma f16c avx512f avx512bw avx512vl avx512dq\n"
-    system = make_machine(tmp_path, PLAIN, {"/proc/cpuinfo": flags})
-    monkeypatch.setattr(kernels, "available_isas", lambda: ["scalar", "avx2"])
-    monkeypatch.setattr(kernels, "current_isa", lambda: "scalar")
-    chosen, lacking = list(doctor.instruction_sets(system))[1:]
-    assert "avx2 is available" in chosen.text and kernels.ISA_VARIABLE in chosen.remedy
-    assert "has avx512, which" in lacking.text and "SUPEROFFLOAD_BUILD_ISAS" in lacking.remedy
 
 
 def test_a_gpu_that_torch_does_not_use(tmp_path: Path) -> None:

@@ -24,10 +24,6 @@ LLAMA = {
 }  # fmt: skip
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
-GEMMA3 = {
-    "model_type": "gemma3",
-    "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
-}
 
 
 def read(folder: Path, values: Any) -> Any:
@@ -49,15 +45,6 @@ def test_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: boo
     assert mixtral.flops_per_token(0) / 6 == pytest.approx(12.9e9 - 32000 * 4096, rel=0.01), "two experts of eight"
 
 
-def test_fields_that_a_config_leaves_to_its_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
-    assert read(tmp_path, {"model_type": "gemma2"}).parameters == pytest.approx(2_614_341_888, rel=1e-4)
-    assert read(tmp_path, GEMMA3).parameters == pytest.approx(3.88e9, rel=0.01), "without its vision tower"
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ArgumentError, match=r"num_attention_heads is missing.*install transformers"):
-        read(tmp_path, GEMMA3)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -65,7 +52,6 @@ def test_fields_that_a_config_leaves_to_its_class(tmp_path: Path, monkeypatch: p
         ("[]", "JSON object"),
         ('{"hidden_size": 64, "num_hidden_layers": 99999999}', "num_hidden_layers=99999999"),
         (json.dumps({**LLAMA, "hidden_size": "wide"}), "hidden_size='wide'"),
-        ("[" * 100_000, "not JSON"),
     ],
 )
 def test_unusable_configs(tmp_path: Path, text: str, message: str) -> None:
@@ -78,15 +64,12 @@ def test_unusable_configs(tmp_path: Path, text: str, message: str) -> None:
     [
         ("--model seven", ["model='seven'", "7B", "config.json"]),
         ("--model nowhere.json", ["model=nowhere.json", "No such file"]),
-        (f"--model {'7' * 300}B", ["expected a number of parameters"]),
         ("--model 7B --hardware rtx-1", ["hardware='rtx-1'", "rtx-4090"]),
         ("--model 7B --ranks 0", ["ranks=0"]),
         ("--model 7B --utilization 2", ["utilization=2.0"]),
-        ("--model 7B --host-memory=-1", ["host_memory='-1'", "GiB"]),
         ("--model 7B --host-memory 128XB", ["host_memory='128XB'", "128GB"]),
         ("--model 7B --host-bandwidth 5GiB", ["host_bandwidth='5GiB'", "GB/s"]),
         ("7B", ["did you mean --model 7B?"]),
-        ("--modle=7B", ["did you mean --model?"]),
         ("--json no/where.json", ["json=no/where.json"]),
     ],
 )
@@ -99,10 +82,8 @@ def test_wrong_arguments(arguments: str, words: list[str], capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("name", "text", "size"),
     [
-        ("host_memory", "1.5", 1.5 * GIB),
         ("host_memory", "2GB", 2e9),
         ("gpu_memory", "2 gib", 2 * GIB),
-        ("host_bandwidth", "40", 4e10),
         ("host_bandwidth", ".5GB/s", 5e8),
     ],
 )
@@ -115,7 +96,6 @@ def test_sizes_with_and_without_a_unit(name: str, text: str, size: float) -> Non
     [
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("NVIDIA H100 80GB HBM3", "h100-pcie5"),
-        ("NVIDIA H100 PCIe", "h100-card"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ],
 )

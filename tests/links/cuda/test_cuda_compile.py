@@ -41,13 +41,8 @@ class Compiler(Nvrtc):
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     made = Compiler()
-    offer(monkeypatch, made)
+    monkeypatch.setattr(compiling, "find_compilers", lambda refusals: iter([made]))
     return made
-
-
-def offer(monkeypatch: pytest.MonkeyPatch, *compilers: Nvrtc) -> None:
-    """These are what is found."""
-    monkeypatch.setattr(compiling, "find_compilers", lambda refusals: iter(compilers))
 
 
 def test_options_forbid_what_changes_bits(compiler: Compiler, tmp_path: Path) -> None:
@@ -85,15 +80,10 @@ def test_a_damaged_file_is_compiled_again_and_without_a_place_for_one_every_time
     for damaged in (b"", b"\x7fELF", kept[:-1] + bytes([kept[-1] ^ 1])):
         path.write_bytes(damaged)
         assert compile_kernels("sm_90", cache=tmp_path / "cache") == whole and path.read_bytes() == kept
-    assert len(compiler.asked) == 4
-    for unusable in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "not/absolute"}):
-        assert compiling.cache_folder(unusable) == Path.home() / ".cache" / "superoffload" / "kernels"
-    assert compiling.cache_folder({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "superoffload" / "kernels"
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
-    with pytest.warns(RuntimeWarning, match=r"compiled anew by every process.*XDG_CACHE_HOME") as caught:
-        assert compile_kernels("sm_90", cache=blocked).startswith(b"\x7fELF")
-    assert caught[0].filename == __file__
+    with pytest.warns(RuntimeWarning, match=r"compiled anew by every process.*XDG_CACHE_HOME"):
+        assert compile_kernels("sm_90", cache=blocked) == whole
 
 
 def test_an_architecture_that_is_too_new_gets_the_closest_before_it(compiler: Compiler, tmp_path: Path) -> None:
@@ -105,21 +95,8 @@ def test_an_architecture_that_is_too_new_gets_the_closest_before_it(compiler: Co
         compile_kernels("sm_120", cache=tmp_path)
     with pytest.raises(KernelsUnavailable, match="no kernels for sm_75"):  # code for newer ones does not run there
         compile_kernels("sm_75", cache=tmp_path)
-    for arch in ("90", "sm_", "compute_90", "sm_90; rm", ""):
-        with pytest.raises(ArgumentError, match="expected an architecture such as 'sm_90'"):
-            compile_kernels(arch)
-
-
-def test_another_one_is_tried_and_logs_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(Compiler):
-        def compile(self, program: Program, options: Sequence[str]) -> bytes:
-            raise CompileError("kernels.cu(3): error: expected a ;")
-
-    offer(monkeypatch, Broken(), Compiler())
-    assert compile_kernels("sm_90", cache=tmp_path).startswith(b"\x7fELF")
-    offer(monkeypatch, Broken())
-    with pytest.raises(KernelsUnavailable, match=r"made up: kernels.cu\(3\): error: expected a ;"):
-        compile_kernels("sm_80", cache=tmp_path)
+    with pytest.raises(ArgumentError, match="expected an architecture such as 'sm_90'"):
+        compile_kernels("sm_90; rm")
 
 
 # ---- where NVRTC is found ----
@@ -169,14 +146,6 @@ def test_that_of_torchs_cuda_comes_first(
     assert {parts[-1] for parts in found} == {"libnvrtc.so.12", "libnvrtc.so.13"}
     opened = [Path(name).name for name in places.opened]
     assert opened.index("libnvrtc-builtins.so.13.0") < opened.index("libnvrtc.so.13"), "which may not find it itself"
-
-
-def test_in_torchs_own_folder_and_in_a_toolkit(places: Places) -> None:
-    places.put(places.torch, "libnvrtc-672ee683.so.12.1", "libtorch.so")
-    places.put(places.toolkit / "lib64", "libnvrtc.so.12.8.93")
-    (places.toolkit / "lib64" / "libnvrtc.so.12").symlink_to("libnvrtc.so.12.8.93")
-    names = [Path(one.name).name for one in compiling.find_compilers([])]
-    assert names == ["libnvrtc-672ee683.so.12.1", "libnvrtc.so.12.8.93"], "torch's own and a toolkit's, each once"
 
 
 def test_without_nvrtc_it_says_what_was_tried(places: Places, tmp_path: Path) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from superoffload import AdamW
-from superoffload.integrations.accelerate import AccelerateWindow
 from tests.support.adamw_training import batch, model_of
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
 from tests.support.fake_cuda_training import LATE, NEEDED_AGAIN, OPTIONS, taken_back
@@ -42,27 +38,14 @@ def accelerated(fake: Fake | None) -> dict[str, str]:
         return inner.state_digests()
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_accelerate(fake: Fake, told: bool) -> None:
-    """Or where nothing says where a window ends."""
+def test_accelerate(fake: Fake) -> None:
+    """It says where a window ends, so that nothing is stepped too early."""
     expected = accelerated(None)
     fake.delays(1, LATE)
-    telling = nullcontext() if told else mock.patch.object(AccelerateWindow, "more_to_come", lambda window: False)
-    with telling, taken_back() as taken, warnings.catch_warnings(record=True) as caught:
+    with taken_back() as taken, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert accelerated(fake) == expected
-    assert bool(taken) is not told
-    assert any(NEEDED_AGAIN in str(one.message) for one in caught) is not told
-
-
-def test_accelerate_that_is_reset_is_not_asked() -> None:
-    accelerate.state.GradientState().sync_gradients = False
-    accelerate.state.GradientState._reset_state()
-    assert not AccelerateWindow().more_to_come()
-    with mock.patch.dict("sys.modules"):
-        del sys.modules["accelerate.state"]
-        assert not AccelerateWindow().more_to_come()
-        assert "accelerate.state" not in sys.modules, "loaded for nothing"
+    assert not taken and not any(NEEDED_AGAIN in str(one.message) for one in caught)
 
 
 def test_a_window_that_was_left_half_way_is_another_loops() -> None:

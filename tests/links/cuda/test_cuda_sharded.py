@@ -6,16 +6,13 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from superoffload import AdamW
-from superoffload.links.cuda.bit_sums import CudaBitSums
 from tests.support.adamw_training import grads_of
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
 from tests.support.fake_cuda_training import LATE, NEEDED_AGAIN, seen
@@ -126,53 +123,3 @@ def spread_in_rank() -> list[str]:
 def test_a_part_of_a_gradient_is_not_taken_for_all_of_it() -> None:
     for (error,) in on_ranks(2, spread_in_rank):
         assert "this rank has packed a part of it" in error and "keep_grads=True" in error
-
-
-# ---- what noticing edits costs --------------------------------------------------------------------------------------
-
-
-class Waits(TorchDispatchMode):
-    """Counts what would make the program wait for a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "unique2", "masked_select"):
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-KERNELS = ("sum_bits", "compare_bits")
-
-
-def noticing_of_a_step(layers: int, keep_grads: bool) -> list[tuple[list[str], int, list[int]]]:
-    """In a rank, of every step: what torch waits for, how often sums are compared, how often kernels are launched."""
-    fake = Fake()
-    found = []
-    compared = mock.patch.object(CudaBitSums, "changed", autospec=True, side_effect=CudaBitSums.changed)
-    with on_fake_device(fake, keep_grads=keep_grads), compared as asked:
-        model = shard(net(torch.bfloat16, layers=layers), flat_mesh())
-        model.register_forward_pre_hook(lambda *_: fake.synchronize())
-        with optimizer_of(model, rank_check="off", keep_grads=keep_grads or None) as optimizer:
-            for step in range(3):
-                optimizer.zero_grad()
-                asked.reset_mock()
-                before = [fake.calls(kernel) for kernel in KERNELS]
-                model.loss(tokens_of(step, dist.get_rank())).backward()
-                fake.synchronize()
-                with Waits() as waits:
-                    optimizer.step()
-                launches = [fake.calls(kernel) - count for kernel, count in zip(KERNELS, before, strict=True)]
-                found.append((waits.seen, asked.call_count, launches))
-    fake.synchronize()
-    return found
-
-
-def test_a_step_waits_and_launches_once_however_many_parameters_there_are() -> None:
-    """Sums of kept gradients come from the kernel that packs them."""
-    for layers, keep_grads in ((1, True), (4, False)):
-        for steps in on_ranks(2, noticing_of_a_step, layers, keep_grads):
-            assert steps == [([], 1, [1, 1])] * 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,13 @@ from torch import Tensor, nn
 
 from superoffload import AdamW, checkpoints
 from superoffload.checkpoints.tensor_files import TensorFile
-from superoffload.engine.engine import Engine
 from superoffload.engine.placement import Placer
 from tests.support.adamw_training import batch, train, weights
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
-from tests.support.fake_cuda_training import LATE, run, training
+from tests.support.fake_cuda_training import training
 from tests.support.split_masters import (
     SPLIT,
     TIES,
-    assert_split,
     masters_of,
     same_bits,
     same_states,
@@ -30,51 +27,6 @@ from tests.support.split_masters import (
     state_of,
     tied,
 )
-
-
-def steps(model: nn.Module, optimizer: AdamW) -> None:
-    """Clipped but once, and skipped once, where all but one gradient may have been stepped already."""
-    first = next(model.parameters())
-    for seed in range(6):
-        optimizer.zero_grad()
-        handle = first.register_hook(lambda gradient, seed=seed: gradient * (torch.nan if seed == 4 else 1.0))
-        batch(model, seed, scale=0.01 if seed == 2 else 1.0).backward()
-        handle.remove()
-        optimizer.step()
-
-
-def test_state_that_moves_with_every_step(fake: Fake) -> None:
-    """To the device and back, some of it and all; the halves with it."""
-
-    def program(model: nn.Module, optimizer: AdamW) -> None:
-        steps(model, optimizer)
-        steps(model, optimizer)
-        fake.synchronize()
-        assert_split(optimizer)
-
-    given: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 0.5, **SPLIT}
-    expected = run(program, **given)
-    fractions = itertools.cycle([0.5, 1.0, 0.3, 0.0, 0.7])
-    resident: list[float] = []
-
-    def move(engine: Engine, placer: Placer) -> None:
-        placer.fraction = next(fractions)
-        engine.last_step.land()
-        engine.last_step.settle()
-        fake.synchronize()
-        with mock.patch.object(Placer, "measure", lambda *_: None):
-            engine.layout.place_by(mock.Mock())
-        resident.append(engine.stats()["params_on_device"])
-
-    with (
-        mock.patch.object(Placer, "is_due", lambda _: True),
-        mock.patch.object(Engine, "_place_by_measurement", move),
-    ):
-        fake.delays(1, LATE)
-        found = run(program, fake=fake, placement="auto", **given)
-    assert found.digests == expected.digests and fake.mismatches == 0
-    assert len(set(resident)) == 5 and min(resident) == 0
-    assert found.stats["buckets_speculated"] > 0
 
 
 class Shuffled(nn.Module):

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.workload import Workload
-from superoffload import AdamW, _native
-from superoffload.engine.bucket import Bucket, BucketState
-from superoffload.links.cuda.blocks import early_buckets
+from superoffload import AdamW
+from superoffload.engine.bucket import Bucket
 from superoffload.links.cuda.link import CudaLink
-from superoffload.metrics import Monitor
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device, on_host
-from tests.support.fake_cuda_training import LATE, deep_model, training
+from tests.support.fake_cuda_training import LATE, deep_model
 
 Look = Callable[[], None]
 Outcome = tuple[dict[str, str], dict[str, float | int]]
@@ -146,93 +142,3 @@ def test_what_is_seen_too_early_is_noticed(fake: Fake) -> None:
                 link.look()  # type: ignore[attr-defined]  # these links are Watched
 
         train_with(["commit"] * 4, look, fake.synchronize, {"speculation": "always"})
-
-
-def test_what_was_sent_for_nothing_is_sent_again_or_not_at_all(fake: Fake) -> None:
-    """Nothing is late but the copies up, of which some are under way and some not begun when the step is taken back."""
-    seed, settings = 2, {"speculation": "always", "max_grad_norm": 1.0, "master_dtype": "split"}
-    chances = random.Random(seed).sample(FATES[1:-1], 6)
-    fates = ["commit", "commit", *(fate for chance in chances for fate in (chance, "commit"))]
-    with on_host():
-        expected, _ = train_with(fates, lambda: None, lambda: None, settings)
-    fake.delays(seed, LATE)
-    with on_fake_device(fake) as links:
-
-        def late() -> None:
-            if links and links[0].bytes_up_early:
-                fake.sleep(500.0, links[0].roles["up"])
-
-        found, stats = train_with(fates, late, fake.synchronize, settings)
-    assert found == expected and fake.mismatches == 0
-    assert stats["bytes_up_early"] > 0 and stats["buckets_replayed"] > 0
-
-
-def test_what_no_worker_has_begun_by_the_verdict_is_counted(fake: Fake) -> None:
-    """The only worker is busy with something else."""
-    with training(fake, threads=1, model=deep_model(torch.bfloat16)) as (model, optimizer):
-        pool: Any = optimizer._engine.executor.pool
-        monitor, before = Monitor(optimizer), optimizer.stats()
-        other = Workload(1 << 22, pool)
-        for _ in range(40):  # for long enough on a machine that is busy, too
-            pool.submit(other.next_work(), _native.Operation.step)
-        optimizer.zero_grad()
-        batch(model, 2).backward()
-        optimizer.step()
-        grown = {name: value - before[name] for name, value in optimizer.stats().items()}
-        assert 0 < grown["buckets_withdrawn"] <= grown["buckets_undone"] <= grown["buckets_speculated"]
-        begun = grown["buckets_speculated"] - grown["buckets_withdrawn"]
-        share = monitor.step()["superoffload/step_speculated_share"]
-        assert share == begun / len(optimizer._engine.buckets) < 1
-
-
-# ---- what a step costs ----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def all_sent_early(fake: Fake) -> Iterator[tuple[nn.Module, AdamW, list[Bucket]]]:
-    """A backward has ended, and all that may go up early is there: the buckets that it is of."""
-    with training(fake, model=deep_model(torch.bfloat16)) as (model, optimizer):
-        link: Any = optimizer._engine.link
-        optimizer.zero_grad()
-        before = link.bytes_up_early
-        batch(model, 2).backward()
-        blocks = list(link._blocks._held)
-        assert set(blocks) == early_buckets(optimizer._engine.buckets)
-        early = [bucket for bucket in blocks if bucket.state is BucketState.SPECULATED]
-        until = time.monotonic() + 20
-        while link.bytes_up_early - before < _bytes(early) and time.monotonic() < until:
-            time.sleep(0.001)
-        assert link.bytes_up_early - before == _bytes(early) > 0
-        yield model, optimizer, early
-
-
-def _bytes(buckets: list[Bucket]) -> int:
-    return sum(2 * bucket.numel for bucket in buckets)
-
-
-def test_a_commit_copies_nothing_over_the_link(fake: Fake) -> None:
-    with all_sent_early(fake) as (_, optimizer, early):
-        copies, launches = fake.calls("cuMemcpyHtoDAsync_v2"), fake.calls("unpack_16")
-        before, buckets = optimizer.stats(), optimizer._engine.buckets
-        optimizer.step()
-        stats = optimizer.stats()
-        assert stats["journal_overflows"] == before["journal_overflows"], "all of them are committed"
-        together = sum(1 for bucket in buckets if len(bucket.pieces) > 1 or bucket in early_buckets(buckets))
-        assert fake.calls("cuMemcpyHtoDAsync_v2") - copies == len(buckets) - len(early)
-        assert fake.calls("unpack_16") - launches == together
-        assert stats["bytes_up"] - before["bytes_up"] == _bytes(buckets), "each travels once"
-
-
-def test_what_was_discarded_has_travelled_too_and_nothing_is_seen_after_the_end(fake: Fake) -> None:
-    with all_sent_early(fake) as (model, optimizer, early):
-        before, params = optimizer.stats(), [param.detach().clone() for param in model.parameters()]
-        optimizer.zero_grad()
-        stats = optimizer.stats()
-        assert stats["bytes_up"] - before["bytes_up"] == _bytes(early)
-        assert stats["bytes_up_early"] == before["bytes_up_early"]
-        link: Any = optimizer._engine.link
-        fake.sleep(50_000, link.roles["up"])
-        batch(model, 3).backward()
-        optimizer.close()
-        fake.synchronize()
-        assert all(map(torch.equal, params, model.parameters())) and fake.mismatches == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +14,9 @@ from torch import Tensor, nn
 from superoffload import AdamW
 from superoffload.engine.bucket import Bucket
 from superoffload.errors import StateError
-from superoffload.host.signals import Alone
-from superoffload.integrations import ddp
 from superoffload.integrations.fsdp2 import ADAPTER, ShardedModule
 from superoffload.links.base import PackTicket
 from superoffload.links.cuda.link import CudaLink, CudaOptions
-from superoffload.optimizer.tracked_param import TrackedParam
 from tests.support.adamw_training import batch
 from tests.support.fake_cuda import IMAGE, Fake, FakeDevice, LateLink, garbage_like, on_fake_device
 from tests.support.fake_cuda_training import deep_model
@@ -49,14 +44,13 @@ def train(model: Any, synchronize: Any) -> dict[str, str]:
         return optimizer.state_digests()
 
 
-@pytest.mark.parametrize("reused", [False, True])
-def test_gradients_of_several_streams_are_all_waited_for(fake: Fake, reused: bool) -> None:
-    """As those of a model whose branches ran on streams of their own: the one that ends last packs for all. ``reused``:
-    CUDA graphs write what was packed again at once, on the stream that did not pack."""
+def test_gradients_of_several_streams_are_all_waited_for(fake: Fake) -> None:
+    """As those of a model whose branches ran on streams of their own: the one that ends last packs for all. CUDA graphs
+    write what was packed again at once, on the stream that did not pack."""
     expected = train(two_branches(), lambda: None)
     main, side = fake.current, fake.make_stream()
     model, device = two_branches(), FakeDevice(fake)
-    device.reusing = reused
+    device.reusing = True
     arrived = 0
 
     def written_late(param: Tensor) -> None:
@@ -74,11 +68,10 @@ def test_gradients_of_several_streams_are_all_waited_for(fake: Fake, reused: boo
 
     class Link(CudaLink):
         def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
-            if reused:
-                fake.sleep(15_000.0, device.streams[0])
+            fake.sleep(15_000.0, device.streams[0])
             ticket = super().pack(bucket, grads)
             for grad in grads:
-                if grad is not None and reused:
+                if grad is not None:
                     device.overwrite(grad, side)
             return ticket
 
@@ -93,66 +86,6 @@ def test_gradients_of_several_streams_are_all_waited_for(fake: Fake, reused: boo
             fake.current = main
             for stream in (main, side, *device.streams):
                 fake.synchronize(stream)
-
-
-def test_bits_that_a_delivery_has_changed_are_nobodys_write(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters whose writes are noticed by their bits, as those of DTensors; the copy is over before forward asks."""
-    monkeypatch.setattr(TrackedParam, "is_compared", lambda tracked, *, on_device: True)
-
-    def run(model: nn.Module, links: list[LateLink]) -> dict[str, str]:
-        with AdamW(model.parameters(), delivery="on_demand", module=model, threads=1) as optimizer:
-            for step in range(STEPS):
-                model(torch.full((2, 24), 0.1 * (step + 1))).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if links:  # the submitter has enqueued all copies
-                    links[0].drain(60.0)
-            return optimizer.state_digests()
-
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 8))
-
-    expected = run(model(), [])
-    with on_fake_device(fake) as links:
-        assert run(model(), links) == expected
-
-
-class Reduction:
-    """A future as NCCL's: done once it is enqueued; only wait() orders what is read after it."""
-
-    def __init__(self) -> None:
-        self.gradient = torch.full((5,), torch.nan)
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> Tensor:
-        self.gradient = torch.arange(5.0)
-        return self.gradient
-
-    def value(self) -> Tensor:
-        return self.gradient
-
-
-def test_a_reduction_is_waited_for_and_handed_over_before_handlers_of_signals_run() -> None:
-    done: list[Any] = []
-
-    def take(param: Tensor, gradient: Tensor) -> None:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        done.append(gradient.tolist())
-
-    taker = mock.Mock(take_reduced=take)
-    reduced = ddp.DdpReductions(None, Alone())
-    reduced.give_to(taker)
-    future: Any = Reduction()
-    reduced.begins(ddp.Reduction(future, [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]))
-    before = signal.signal(signal.SIGUSR1, lambda *_: done.append("handled"))
-    try:
-        reduced.finish()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert done == [[0.0, 1.0, 2.0], [3.0, 4.0], "handled"]
 
 
 # ---- parameters that are read on a stream of other code -----------------------------------------------------------
