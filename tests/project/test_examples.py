@@ -121,6 +121,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "trainer": ("trainer.py", "--text", "{text}", "--out", "{out}", "--family", "gpt-oss", "--steps", "8"),
     "grpo": ("grpo.py", "--text", "{text}", "--out", "{out}"),
     "sft": ("sft.py", "--text", "{text}", "--out", "{out}", "--steps", "8"),
+    "sft, adapter": ("sft.py", "--text", "{text}", "--out", "{out}", "--steps", "3", "--lora", "--family", "llama"),
 }
 
 
@@ -194,3 +195,10 @@ def test_sft(output: Script) -> None:
 def test_grpo(output: Script) -> None:
     first, last = re.findall(r"reward ([\d.]+) -> ([\d.]+)", output("grpo"))[0]
     assert float(last) > float(first) + 0.1
+
+
+@needs("transformers", "accelerate", "trl", "peft", "datasets")
+@scripts("sft, adapter")
+def test_sft_with_an_adapter(output: Script) -> None:
+    """On a model without knowledge there is little that two small matrices per layer could learn."""
+    assert " 1792 parameters trained" in output("sft, adapter")
