@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from benchmarks.accumulation import table
 from superoffload import AdamW
 from superoffload.engine.schedule import MODES
 from superoffload.errors import ArgumentError, StateError
-from superoffload.optimizer import accumulation
 from superoffload.optimizer.accumulation import check_fp32_sums
 from tests.support.adamw_training import batch, check_counters, model_of
 from tests.support.checkout import ROOT
@@ -34,7 +32,6 @@ from tests.support.fp32_gradients import (
     steps,
     told,
     trained,
-    with_main_grad,
 )
 
 WINDOWS = (3, 1, 5, 2)  # micro-batches of each step
@@ -89,32 +86,6 @@ def test_the_bits_of_sums_that_torch_makes_in_fp32(dtype: torch.dtype, window: W
         assert bool(found.stats()["buckets_speculated"]) or mode != "always"
     rounded = trained(as_it_is, partial(train_windows, window), dtype).state_digests()
     assert rounded["master"] != expected["master"], "these sums are none that the parameters' dtype could hold"
-
-
-@pytest.mark.over_stand_in(brings_back="sometimes")
-@needs_grad_dtype
-@pytest.mark.parametrize(("window", "clip"), [(loop, False), (told, True)])
-def test_gradients_are_in_fp32_and_can_be_clipped(window: Window, clip: bool) -> None:
-    """By hand too, and by a GradScaler, which refuses fp16 gradients."""
-
-    def train(window: Window, model: nn.Module, optimizer: Any) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-        for number in range(4):
-            optimizer.zero_grad()
-            window(optimizer, (scaler.scale(loss) for loss in losses_of(model, number, 3)))
-            if clip:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            for param in model.parameters():
-                assert param.grad is not None and param.grad.dtype is torch.float32
-            scaler.step(optimizer)
-            scaler.update()
-
-    expected = trained(declared, partial(train, summed), torch.float16, speculation="never")
-    assert expected.stats()["steps"] == 4
-    for mode in ("always", "never"):
-        found = trained(as_it_is, partial(train, window), torch.float16, speculation=mode, accumulate_dtype="fp32")
-        assert found.state_digests() == expected.state_digests()
 
 
 @needs_grad_dtype
@@ -182,18 +153,6 @@ def test_a_model_and_its_optimizer_may_end_together_as_garbage() -> None:
 
 
 @needs_grad_dtype
-def test_main_grad_in_fp32_and_converted_models_keep_their_dtypes() -> None:
-    model, converted = model_of(torch.bfloat16), model_of(torch.bfloat16)
-    for param in model.parameters():
-        with_main_grad(param)
-    with AdamW(model.parameters(), threads=1, accumulate_dtype="fp32"):
-        assert _dtypes(model.parameters()) == [torch.bfloat16] * 6
-    with AdamW(converted.parameters(), threads=1, accumulate_dtype="fp32"):
-        converted.float()
-    assert _dtypes(converted.parameters()) == [torch.float32] * 6
-
-
-@needs_grad_dtype
 def test_a_dtype_that_is_changed_meanwhile_is_an_error_and_not_a_rounded_sum() -> None:
     model = model_of(torch.bfloat16)
     with AdamW(model.parameters(), threads=2, accumulate_dtype="fp32") as optimizer:
@@ -237,32 +196,3 @@ def test_a_torch_that_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
         check_fp32_sums([("w", param)], None)
     param.main_grad = torch.zeros(2)
     check_fp32_sums([("w", param), ("b", SimpleNamespace(dtype=torch.float32))], None)
-
-
-@needs_grad_dtype
-def test_memory_that_is_refused_while_a_gradient_changes_its_dtype() -> None:
-    """Before, nothing has changed; behind, one gradient is gone, which shows, and everything else is set back."""
-    convert = accumulation._in_dtype
-    left = [2]  # calls until one is refused
-
-    def refused(*args: Any) -> Tensor:
-        left[0] -= 1
-        if left[0] == 0:
-            raise torch.OutOfMemoryError("refused")
-        return convert(*args)
-
-    model = model_of(torch.bfloat16)
-    params = parameters_of(model)
-    batch(model, 0).backward()
-    values = [param.grad.clone() for param in params]
-    with mock.patch.object(accumulation, "_in_dtype", refused), pytest.raises(torch.OutOfMemoryError):
-        AdamW(params, threads=1, accumulate_dtype="fp32")
-    assert _dtypes(params) == [torch.bfloat16] * 6
-    assert all(torch.equal(param.grad, value) for param, value in zip(params, values, strict=True))
-    optimizer = AdamW(params, threads=1, accumulate_dtype="fp32")
-    left[0] = 2
-    with mock.patch.object(accumulation, "_in_dtype", refused):
-        optimizer.close()
-    assert _dtypes(params) == [torch.bfloat16] * 6
-    kept = [(param.grad, value) for param, value in zip(params, values, strict=True) if param.grad is not None]
-    assert len(kept) == 5 and all(torch.equal(grad, value) for grad, value in kept)

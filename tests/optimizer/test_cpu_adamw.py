@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -238,10 +237,6 @@ def optimizer_of(numel: int, threads: int, seed: int = 0) -> superoffload.CPUAda
     return superoffload.CPUAdamW([param], threads=threads)
 
 
-def result_of(optimizer: superoffload.CPUAdamW) -> torch.Tensor:
-    return torch.Tensor(optimizer.param_groups[0]["params"][0].detach())
-
-
 def test_fifty_have_the_threads_of_one() -> None:
     before = set(worker_threads())
     many = [optimizer_of(70_000, threads=3) for _ in range(50)]
@@ -257,28 +252,3 @@ def test_fifty_have_the_threads_of_one() -> None:
     many[-1].step()  # one that was closed has not ended the others' threads
     many[-1].close()
     assert_worker_threads(before)
-
-
-def test_two_threads_of_python_step_two_at_the_same_time() -> None:
-    alone = [optimizer_of(300_000, threads=2, seed=seed) for seed in range(2)]
-    together = [optimizer_of(300_000, threads=2, seed=seed) for seed in range(2)]
-    start = threading.Barrier(2)
-
-    def steps(optimizer: superoffload.CPUAdamW) -> None:
-        start.wait(30)
-        for _ in range(20):
-            optimizer.step()
-
-    for optimizer in alone:
-        for _ in range(20):
-            optimizer.step()
-    running = [threading.Thread(target=steps, args=(optimizer,)) for optimizer in together]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join(60)
-        assert not thread.is_alive()
-    for one, other in zip(alone, together, strict=True):
-        assert torch.equal(result_of(one), result_of(other))
-    for optimizer in (*alone, *together):
-        optimizer.close()

@@ -15,32 +15,6 @@ from superoffload import AdamW
 from tests.support.adamw_training import Optimizer, batch, check_counters, check_scenario, grads_of, model_of, train
 from tests.support.checkout import ROOT
 
-Zeroing = Callable[[Any, Any], object]  # of a model and its optimizer
-
-
-@pytest.mark.over_stand_in
-@pytest.mark.parametrize(
-    "zero",
-    [
-        lambda model, optimizer: optimizer.zero_grad(),
-        lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-        lambda model, optimizer: model.zero_grad(),
-        lambda model, optimizer: model.zero_grad(set_to_none=False),
-    ],
-)
-def test_gradients_dropped_between_backward_and_step(zero: Zeroing) -> None:
-    """Gone: no step. Zero: a step with zeros, which moves by momentum."""
-
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        train(model, optimizer, range(2))
-        optimizer.zero_grad()
-        batch(model, 5).backward()
-        zero(model, optimizer)
-        optimizer.step()
-        train(model, optimizer, range(2))
-
-    check_scenario(scenario)
-
 
 @pytest.mark.over_stand_in(brings_back="sometimes")
 @pytest.mark.parametrize(

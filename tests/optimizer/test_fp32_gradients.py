@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from superoffload.optimizer.gradient_source import dtype_to_come
 from tests.support.adamw_training import assert_close_to_torch, check_counters, model_of
 from tests.support.fp32_gradients import (
     SOURCES,
-    Source,
     as_it_is,
     by_kernels,
     declared,
@@ -166,32 +164,6 @@ def test_dtypes_that_no_kernel_reads_are_refused_and_narrower_ones_widened() -> 
     for source, mode in ((declared, "always"), (of_any_dtype, "never"), (of_any_dtype, "adaptive")):
         found = trained(source, partial(run, widen=False), torch.bfloat16, speculation=mode)
         assert found.state_digests() == expected
-
-
-FP32_SUMS: dict[str, Any] = {"accumulate_dtype": "fp32"}
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "options"), [(by_kernels, as_it_is, ({}, FP32_SUMS)), (as_it_is, declared, (FP32_SUMS, {}))]
-)
-def test_checkpoints_do_not_depend_on_it(
-    before: Source, after: Source, options: tuple[dict[str, Any], dict[str, Any]]
-) -> None:
-    """What is saved with gradients of one dtype is loaded for those of another, bit for bit, and trained on."""
-    model, other = model_of(torch.bfloat16), model_of(torch.bfloat16, seed=1)
-    before(model)
-    with AdamW(model.parameters(), lr=1e-2, threads=2, **options[0]) as optimizer:
-        steps(model, optimizer)
-        digests, file = optimizer.state_digests(), io.BytesIO()
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    saved = torch.load(io.BytesIO(file.getvalue()))
-    after(other)
-    with AdamW(other.parameters(), lr=1e-2, threads=2, **options[1]) as optimizer:
-        other.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        assert optimizer.state_digests() == digests
-        steps(other, optimizer, range(4, 6))
-        assert optimizer.stats()["steps"] == 2
 
 
 def test_the_kernel_alone_takes_them_too() -> None:

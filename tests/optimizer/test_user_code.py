@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import lr_scheduler, swa_utils
+from torch import nn
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.checkpoint import checkpoint
 
 from superoffload import AdamW
-from superoffload.engine.schedule import MODES
 from tests.support.adamw_training import (
     Optimizer,
-    TorchAdamW,
     assert_trained_alike,
     batch,
     check_scenario,
@@ -55,20 +51,6 @@ def test_schedulers_of_torch(name: str) -> None:
     check_scenario(scenario)
     public = {name for name in lr_scheduler.__all__ if isinstance(getattr(lr_scheduler, name), type)}
     assert public - {"LRScheduler", "_LRScheduler"} <= set(SCHEDULERS)
-
-
-@pytest.mark.over_stand_in(brings_back="always")
-def test_loss_scaled_by_hand() -> None:
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        for seed in range(4):
-            optimizer.zero_grad()
-            (batch(model, seed) * 4096.0).backward()
-            for param in model.parameters():
-                assert param.grad is not None
-                param.grad.div_(4096.0)
-            optimizer.step()
-
-    check_scenario(scenario, max_grad_norm=0.5)
 
 
 @pytest.mark.over_stand_in(brings_back="always")
@@ -111,72 +93,6 @@ def test_grad_scaler_skips_although_the_infinity_was_replaced() -> None:
     assert scaler.get_scale() == 2.0
 
 
-@pytest.mark.over_stand_in
-def test_autocast() -> None:
-    """The forward rounds to bfloat16, which makes of rounding errors in weights larger ones in gradients."""
-
-    def run(optimizer_of: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
-        model = model_of()
-        optimizer = optimizer_of(model)
-        for seed in range(6):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = batch(model, seed)
-            loss.float().backward()
-            optimizer.step()
-        optimizer.close()
-        return model, optimizer
-
-    runs = [run(lambda m, mode=mode: AdamW(m.parameters(), speculation=mode, threads=1)) for mode in MODES]  # type: ignore[misc]
-    first, *others = (optimizer.state_digests() for _, optimizer in runs)
-    assert all(other == first for other in others)
-    theirs, _ = run(lambda m: TorchAdamW(m.parameters()))
-    for ours, other in zip(runs[0][0].parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(ours, other, rtol=0, atol=3e-4)  # a wrong step is off by 1e-3
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module, *, reentrant: bool) -> None:
-        super().__init__()
-        self.inner = inner
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(self.inner, x.requires_grad_(), use_reentrant=self.reentrant)
-        return found
-
-
-@pytest.mark.over_stand_in
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool) -> None:
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        train(Checkpointed(model, reentrant=reentrant), optimizer, range(5))
-
-    stats = check_scenario(scenario, max_grad_norm=100.0)
-    assert stats["buckets_speculated"] > 0
-
-
-@pytest.mark.over_stand_in
-@pytest.mark.parametrize("kind", ["ema", "swa"])
-def test_averaged_models(kind: str) -> None:
-    averages: list[nn.Module] = []
-
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        how = swa_utils.get_ema_multi_avg_fn(0.7) if kind == "ema" else None
-        averaged = swa_utils.AveragedModel(model, multi_avg_fn=how)
-        for round_ in range(3):
-            train(model, optimizer, range(3 * round_, 3 * round_ + 3))
-            averaged.update_parameters(model)
-        model.load_state_dict(averaged.module.state_dict())  # go on from the average
-        train(model, optimizer, range(20, 23))
-        averages.append(averaged.module)
-
-    check_scenario(scenario)
-    *ours, theirs = averages
-    for average in ours:
-        assert_trained_alike(average, theirs)
-
-
 def halve(optimizer: Any, *_: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -198,38 +114,6 @@ def test_optimizer_hooks() -> None:
         assert calls == ["global", "post"] * 4
 
     check_scenario(scenario, max_grad_norm=0.5)
-
-
-@pytest.mark.over_stand_in(brings_back="always")
-def test_hooks_of_parameters() -> None:
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        def late(param: Tensor) -> None:
-            assert param.grad is not None
-            param.grad.clamp_(-0.01, 0.01)  # ours has packed it already
-
-        for param in model.parameters():
-            param.register_hook(lambda gradient: 2.0 * gradient)
-            param.register_post_accumulate_grad_hook(late)
-        train(model, optimizer, range(4))
-
-    check_scenario(scenario, max_grad_norm=0.5)
-
-
-@pytest.mark.over_stand_in(brings_back="always")
-@pytest.mark.parametrize(("foreach", "also_ours"), [(False, 0.02), (True, None)])
-def test_clipping_by_hand(foreach: bool, also_ours: float | None) -> None:
-    """Whether the clip changes a gradient or, the norm being small, multiplies it by 1."""
-
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        for seed in range(6):
-            optimizer.zero_grad()
-            batch(model, seed).backward()
-            limit = 0.05 if seed % 2 else 1e6
-            norm = nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=foreach)
-            assert norm > 0.05
-            optimizer.step()
-
-    check_scenario(scenario, max_grad_norm=also_ours)
 
 
 def test_an_empty_param_group() -> None:
