@@ -128,19 +128,6 @@ def test_what_is_set_is_set_back() -> None:
         assert torch.equal(param.grad, grad if index == 2 else grad.bfloat16())
 
 
-@needs_grad_dtype
-def test_parameters_that_left_before_the_first_step_get_their_dtypes_back() -> None:
-    """The program has put others in their places."""
-    old, new = (model_of(torch.bfloat16, seed=seed) for seed in (1, 2))
-    with AdamW(old.parameters(), threads=1, accumulate_dtype="fp32") as optimizer:
-        assert set(_dtypes(old.parameters())) == {torch.float32}
-        optimizer.param_groups[0]["params"] = list(new.parameters())
-        batch(new, 0).backward()
-        optimizer.step()
-        assert set(_dtypes(old.parameters())) == {torch.bfloat16}
-        assert set(_dtypes(new.parameters())) == {torch.float32}
-
-
 def test_a_model_and_its_optimizer_may_end_together_as_garbage() -> None:
     """Weak references to the parameters are gone when the optimizer closes itself; pytest fails what __del__ raises."""
     model: Any = nn.Linear(3, 3).bfloat16()

@@ -84,8 +84,6 @@ def a_part_of_a_compiled_one(model: Any) -> Any:
     ("way", "when"),
     [
         (compiled, "before"),
-        (lambda model: compiled(lambda x: model(x)), "after"),
-        (lambda model: model.compile(backend="eager") or model, "before"),
         (another, "after"),
         (whole_of_wrapped_blocks, "before"),
         (a_part_of_a_compiled_one, "before"),

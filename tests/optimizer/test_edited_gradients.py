@@ -91,9 +91,7 @@ def scale_a_bias(model: nn.Module, step: int) -> None:
     [
         pytest.param(scale_only([]), {"max_grad_norm": 1e-3}, id="clips of ours"),
         pytest.param(scale_only([0, 2, 4]), {}, id="every other step"),
-        pytest.param(clip, {"speculation": "never"}, id="nothing speculated"),
         (scale_a_bias, {}),
-        (lambda model, step: model.zero_grad(), {}),
         (lambda model, step: batch(model, 100 + step).backward(), {}),
     ],
 )

@@ -3,7 +3,6 @@ was not written keeps the bits of its remainder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.errors import ArgumentError
-from tests.support.adamw_training import assert_worker_threads, batch, model_of, train, worker_threads
-from tests.support.split_masters import SPLIT, TIES, assert_split, away, bits_of, masters_of, same_bits, shard_of
+from tests.support.adamw_training import assert_worker_threads, model_of, worker_threads
+from tests.support.split_masters import SPLIT, TIES, away, bits_of, masters_of, same_bits
 
 
 def test_other_values_are_refused() -> None:
@@ -39,49 +38,6 @@ def assign(param: Tensor, values: Tensor) -> None:
 
 def through_data(param: Tensor, values: Tensor) -> None:
     param.data.copy_(values)
-
-
-def new_storage(param: Tensor, values: Tensor) -> None:
-    param.data = values.to(param.dtype)
-
-
-def load(param: Tensor, values: Tensor) -> None:
-    holder = nn.ParameterList([param])
-    holder.load_state_dict({"0": values})
-
-
-Write = Callable[[Tensor, Tensor], None]
-
-
-@pytest.mark.parametrize(
-    ("write", "when"),
-    [
-        (assign, "between steps"),
-        (through_data, "between backward and step"),
-        (new_storage, "between backward and step"),
-        (load, "between steps"),
-    ],
-)
-def test_what_was_not_written_keeps_its_master(write: Write, when: str) -> None:
-    model = model_of(torch.bfloat16)
-    with AdamW(model.parameters(), speculation="always", lr=1e-2, **SPLIT) as optimizer:
-        train(model, optimizer, range(4))
-        param, *_ = model.parameters()
-        value, masters = param.detach().clone(), optimizer.state[param]["master"]
-        assert shard_of(optimizer, param).master.any()
-        optimizer.zero_grad()
-        optimizer.param_groups[0].update(lr=0.0)  # steps that leave masters as they are
-        if when == "between backward and step":
-            batch(model, 5).backward()
-        written = torch.zeros(param.shape, dtype=torch.bool)
-        written[::2] = True
-        write(param, torch.where(written, 1 - 2 * value, value))
-        expected = torch.where(written, param.detach().float(), masters)
-        if when == "between steps":
-            batch(model, 5).backward()
-        optimizer.step()
-        assert same_bits(optimizer.state[param]["master"], expected)
-        assert_split(optimizer)
 
 
 @pytest.mark.parametrize("refreshed", [False, True])
