@@ -28,33 +28,25 @@ from tests.support.adamw_training import (
 
 def test_frozen_quantized_parameters_are_left_alone(tmp_path: Path) -> None:
     """As bitsandbytes and torchao make them: torch takes them in the list too, since no gradient ever comes."""
-
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        made = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).bfloat16()
-        for name, dtype in [("a", torch.uint8), ("b", torch.int8), ("c", torch.float8_e4m3fn), ("d", torch.int64)]:
+    model, other = model_of(torch.bfloat16), model_of(torch.bfloat16)
+    dtypes = {"a": torch.uint8, "b": torch.int8, "c": torch.float8_e4m3fn, "d": torch.int64}
+    for one in (model, other):
+        for name, dtype in dtypes.items():
             quantized = torch.arange(16).to(torch.float32).to(dtype)
-            made.register_parameter(name, nn.Parameter(quantized, requires_grad=False))
-        return made
-
-    trained, torchs = model(), model()
-    stock = torch.optim.AdamW(torchs.parameters(), lr=1e-2)
-    options: dict[str, Any] = {"lr": 1e-2, "delivery": "on_demand", "master_dtype": "split", "state_dtype": "bf16"}
-    with AdamW(trained.parameters(), module=trained, **options) as optimizer:
-        for _ in range(3):
-            for one, its in ((trained, optimizer), (torchs, stock)):
-                one(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
-                its.step()
-                its.zero_grad()
-        checkpoints.save(tmp_path / "saved", trained, optimizer)
-        resumed = model()
-        with AdamW(resumed.parameters(), module=resumed, **options) as other:
-            checkpoints.load(tmp_path / "saved", resumed, other)
-            assert other.state_digests() == optimizer.state_digests()
+            one[0].register_parameter(name, nn.Parameter(quantized, requires_grad=False))
+    options: dict[str, Any] = {"delivery": "on_demand", "master_dtype": "split", "state_dtype": "bf16"}
+    with (
+        AdamW(model.parameters(), module=model, **options) as optimizer,
+        AdamW(other.parameters(), module=other, **options) as resumed,
+    ):
+        train(model, optimizer, range(3))
+        checkpoints.save(tmp_path / "saved", model, optimizer)
+        checkpoints.load(tmp_path / "saved", other, resumed)
+        assert resumed.state_digests() == optimizer.state_digests()
         optimizer.load_state_dict(optimizer.state_dict())
-    for name, quantized in torchs.named_parameters():
-        if not quantized.requires_grad:
-            assert torch.equal(trained.get_parameter(name), quantized), name
+    for name, dtype in dtypes.items():
+        expected = torch.arange(16).to(torch.float32).to(dtype)
+        assert torch.equal(model.get_parameter(f"0.{name}"), expected), name
 
 
 def test_a_parameter_of_another_dtype_that_trains_is_refused() -> None:
