@@ -10,9 +10,14 @@ import pytest
 from benchmarks.emulation.traces import SLOWEST, FixedSchedule, run_trace
 from benchmarks.emulation.training import GRACE, EmulatedTraining, Machine, Workload
 from superoffload.engine.schedule import (
+    BYTES,
     Kind,
+    MeasuredTimes,
+    Operation,
     Schedule,
     SpoilPredictor,
+    StepTimes,
+    period,
 )
 from superoffload.errors import ArgumentError
 
@@ -49,7 +54,53 @@ def test_verdicts_are_predicted() -> None:
 # ---- the model of a step ------------------------------------------------------------------------------------------
 
 
+def times(
+    forward: float, backward: float, step: float = 1.0, *, on_demand: bool = True, reading: float | None = None
+) -> StepTimes:
+    journaled, replay, publish, settle = (step * BYTES[operation] / 28 for operation in tuple(BYTES)[1:])
+    reading = forward if reading is None else reading
+    return StepTimes(forward, reading, backward, step, journaled, replay, publish, settle, on_demand, withdraws=True)
+
+
 ONE_PASS, TWO_PHASES, SPECULATED = Kind(0.0, 0.0, True), Kind(0.0, 1.0, True), Kind(1.0, 0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("of", "kind", "expected"),
+    [
+        (times(1.0, 2.0, on_demand=False), ONE_PASS, 1 + 2 + 1),
+        (times(1.0, 2.0), ONE_PASS, 3 + 1 / 64),  # forward goes on beside the pass, one part behind it
+        (times(2.0, 4.0), TWO_PHASES, 6),  # hidden behind a long forward
+        (times(0.01, 0.01), TWO_PHASES, (16 + 26) / 28),  # where there is none they cost bytes
+        (times(1.0, 2.0), SPECULATED, 3),  # hidden behind backward
+        (times(4.0, 2.0, reading=1.0), ONE_PASS, 6 + 1 / 64),  # micro-batches: beside the first forward only
+        (times(4.0, 2.0, step=3.0, reading=1.0), ONE_PASS, 8),
+        (times(4.0, 2.0, step=3.0), ONE_PASS, 6),
+    ],
+)
+def test_the_time_of_a_step(of: StepTimes, kind: Kind, expected: float) -> None:
+    exact = expected in (4, 3 + 1 / 64, 6 + 1 / 64)
+    assert period(of, (kind,), 64) == pytest.approx(expected, rel=None if exact else 0.02)
+
+
+def test_measured_times() -> None:
+    """The first forward of several micro-batches is that of the last backward; what was not measured lately is in
+    proportion."""
+    measured = MeasuredTimes()
+    measured.worked(Operation.step, 1000, 500.0)  # the first step touches memory for the first time
+    before = measured.known
+    measured.computed(1.0, 2.5)
+    assert measured.reading == 1.0, "one micro-batch"
+    measured.worked(Operation.step, 1000, 28.0)
+    assert (before, measured.known) == (False, True)
+    assert measured.seconds(Operation.publish, 1000) == pytest.approx(16.0)
+    measured.worked(Operation.publish, 1000, 20.0)
+    assert measured.seconds(Operation.publish, 1000) == pytest.approx(20.0)
+    for _ in range(70):
+        measured.computed(1.0 + 3 * 3.0, 2.0)
+        measured.worked(Operation.step, 1000, 14.0)
+    assert (measured.forward, measured.reading) == (10.0, 1.0)
+    assert measured.seconds(Operation.publish, 1000) == pytest.approx(8.0), "a time of long ago"
 
 
 @pytest.mark.parametrize(
@@ -66,6 +117,16 @@ def test_adaptive_is_the_best_choice_with_micro_batches(tokens: int, clips: bool
 
     fixed = (Schedule("always"), Schedule("never"), FixedSchedule(speculates=False, published=1.0))
     assert seconds(Schedule("adaptive")) <= 1.01 * min(map(seconds, fixed))
+
+
+def test_what_a_device_computes_is_not_exposed() -> None:
+    """Its gradients arrive long after the training thread has asked for the verdict."""
+    workload = Workload(1e9, forward=0.1, backward=0.2, layers=8)
+    training = EmulatedTraining(workload, Machine(memory=1e13, down=2e9, up=1e13), Schedule("always"))
+    seconds = sum(training.step(False) for _ in range(4))
+    exposed = training.engine.stats()["optimizer_seconds_exposed"]
+    assert seconds > 4 * 1.0 and exposed < 0.01 * seconds
+    training.engine.close()
 
 
 # ---- choosing -----------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from tests.support.fp32_gradients import (
     steps,
     told,
     trained,
+    with_main_grad,
 )
 
 WINDOWS = (3, 1, 5, 2)  # micro-batches of each step
@@ -137,6 +138,18 @@ def test_a_model_and_its_optimizer_may_end_together_as_garbage() -> None:
     del model
     gc.collect()
     assert ended() is None
+
+
+@needs_grad_dtype
+def test_main_grad_in_fp32_and_converted_models_keep_their_dtypes() -> None:
+    model, converted = model_of(torch.bfloat16), model_of(torch.bfloat16)
+    for param in model.parameters():
+        with_main_grad(param)
+    with AdamW(model.parameters(), threads=1, accumulate_dtype="fp32"):
+        assert _dtypes(model.parameters()) == [torch.bfloat16] * 6
+    with AdamW(converted.parameters(), threads=1, accumulate_dtype="fp32"):
+        converted.float()
+    assert _dtypes(converted.parameters()) == [torch.float32] * 6
 
 
 @needs_grad_dtype
