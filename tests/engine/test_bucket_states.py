@@ -49,15 +49,3 @@ def test_lay_out(described: list[tuple[int, int, torch.dtype]], bucket_numel: in
         assert bucket.missing == len(bucket.present) == len(bucket.pieces)
     last = [max(shards.index(piece.shard) for piece in bucket.pieces) for bucket in buckets]
     assert last == sorted(last), "buckets come in the order in which backward completes them"
-
-
-def test_lay_out_examples() -> None:
-    for numels, bucket_numel, expected in (
-        ([1000, 100], 1024, [[1000], [100]]),  # would not fit
-        ([3000], 2047, [[1024], [1024], [952]]),  # a whole number of blocks
-        ([3000, 50], 1024, [[1024], [1024], [952, 50]]),  # the rest of a bucket is used
-        ([50, 3000], 4096, [[50, 3000]]),
-        ([0, 10], 1024, [[10]]),
-    ):
-        shards = [shard(i, numel) for i, numel in enumerate(numels)]
-        assert [[piece.numel for piece in bucket.pieces] for bucket in lay_out(shards, bucket_numel)] == expected

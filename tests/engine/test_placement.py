@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import superoffload
-from superoffload import checkpoints
 from superoffload.engine.bucket import Shard
 from superoffload.engine.placement import Measured, choose_fraction, last_in_backward
 from superoffload.errors import ArgumentError
@@ -90,30 +88,6 @@ def test_the_end_of_backward_is_placed() -> None:
     )
 
 
-def test_state_follows_where_the_observed_order_differs() -> None:
-    """The last-registered parameter's gradient comes last: state goes there, and what stood there to host memory."""
-
-    def run(placement: Any) -> superoffload.AdamW:
-        params = [nn.Parameter(torch.full((2000,), 1.0 + i)) for i in range(2)]
-        with accelerator():
-            optimizer = superoffload.AdamW(params, lr=0.1, placement=placement, threads=1, bucket_numel=1024)
-        for step in range(3):
-            before = [optimizer.state[p]["master"] for p in params]
-            for p in params:  # two backward passes: params[0] is final first
-                p.square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            for p, shard, old in zip(params, shards_of(optimizer), before, strict=True):
-                shown = optimizer.state[p]["master"]
-                assert shown.data_ptr() == shard.master.data_ptr()
-                assert (shown.data_ptr() != old.data_ptr()) == (step == 0 and placement is not None)
-        return optimizer
-
-    optimizer, expected = run(HALF), run(None)
-    assert [shard.resident for shard in shards_of(optimizer)] == [False, True]
-    assert optimizer.state_digests() == expected.state_digests()
-
-
 def test_what_a_program_writes_loads_and_edits_counts() -> None:
     """Parameters, masters and gradients, and a state_dict that goes both ways."""
     results = []
@@ -143,22 +117,6 @@ def test_what_a_program_writes_loads_and_edits_counts() -> None:
     assert all(result == results[0] for result in results)
 
 
-def test_checkpoints_on_disk_go_both_ways(tmp_path: Path) -> None:
-    expected_model, expected = make(torch.bfloat16, None)
-    train(expected_model, expected, range(6))
-    with accelerator():
-        model, optimizer = make(torch.bfloat16, HALF)
-    train(model, optimizer, range(4))
-    saving = checkpoints.save_in_background(tmp_path / "placed", model, optimizer)
-    train(model, optimizer, range(4, 6))  # while it is being written
-    saving.wait()
-    assert optimizer.state_digests() == expected.state_digests()
-    plain_model, plain = make(torch.bfloat16, None)
-    checkpoints.load(tmp_path / "placed", plain_model, plain)
-    train(plain_model, plain, range(4, 6))
-    assert plain.state_digests() == expected.state_digests()
-
-
 # ---- auto ----
 
 
@@ -174,14 +132,6 @@ def test_auto_measures_and_then_places() -> None:
     assert 0 < placement["gpu_fraction"] <= 1
     assert "one pass on the processors takes" in placement["why"]
     assert (placement["params_on_device"] > 0) == bool(links[0].residency.stepped)
-
-
-def test_auto_stays_within_free_memory() -> None:
-    with accelerator() as links:
-        model, optimizer = make(torch.float32, "auto")
-    links[0].residency.free = 16 * 200  # state of 100 parameters in half of it
-    train(model, optimizer, [0, 1, 2, 4, 6, 7])
-    assert 0 < optimizer.stats()["params_on_device"] <= 100
 
 
 def test_the_fraction_that_auto_chooses_and_whole_parameters_up_to_it() -> None:

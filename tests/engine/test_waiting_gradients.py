@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.errors import ArgumentError
-from superoffload.integrations.accelerate import AccelerateWindow
 from superoffload.optimizer import intake
 from superoffload.optimizer.tracked_param import ready_gradients
 from tests.support.fake_cuda import on_host
@@ -50,12 +49,6 @@ def made(sizes: Sequence[int] = SIZES, **options: Any) -> tuple[list[nn.Paramete
 
 def backward(params: Iterable[Tensor], scale: float = 1.0) -> None:
     torch.stack([scale * param.sum() for param in params]).sum().backward()
-
-
-def forget(params: Sequence[nn.Parameter]) -> None:
-    """The gradients, without zero_grad()."""
-    for param in params:
-        param.grad = None
 
 
 def expect_used(before: Tensor, now: Tensor, gradient: float) -> None:
@@ -104,43 +97,6 @@ def test_buckets_are_laid_out_anew_while_gradients_wait() -> None:
         for param, moment in zip(several, before, strict=True):
             expect_used(moment, optimizer.state[param]["exp_avg"], 2.0)
         assert [int(optimizer.state[param]["step"]) for param in params] == [3, 3, 3, 3, 1]
-
-
-def test_a_step_whose_gradients_came_late_leaves_nothing_to_the_next() -> None:
-    """Which begins as every step does: with what the verdict will use, and with a look at Accelerate's window."""
-    params, optimizer = made(speculation="always", max_grad_norm=1e6)
-    backward(params)
-    torch.nn.utils.clip_grad_norm_(params, 0.1)
-    optimizer.step()
-    forget(params)
-    optimizer.max_grad_norm = 1e-3  # the partial norm alone proves that every step clips
-    before = optimizer.stats()
-    backward(params)
-    optimizer.step()
-    forget(params)
-    assert optimizer.stats()["buckets_speculated"] == before["buckets_speculated"]
-    with mock.patch.object(AccelerateWindow, "more_to_come", lambda window: True):
-        backward(params)
-        assert not optimizer._engine.is_filling
-    optimizer.close()
-
-
-@pytest.mark.parametrize("odd", [0, 150_000], ids=["empty", "cut"])
-def test_a_parameter_that_never_waits_keeps_no_bucket_from_being_speculated(odd: int) -> None:
-    sizes = (100, 100, odd, 100, 100)
-    params, optimizer = made(sizes, speculation="always", bucket_numel=1 << 16 if odd else 400)
-    backward(params)
-    torch.nn.utils.clip_grad_norm_(params, 0.1)  # all of them come late
-    optimizer.step()
-    forget(params)
-    for _ in range(2):
-        before = optimizer.stats()
-        backward(params)
-        optimizer.step()
-        forget(params)
-        speculated = optimizer.stats()["buckets_speculated"] - before["buckets_speculated"]
-        assert speculated == len(optimizer._engine.buckets)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("other", [lambda grad: grad.half(), lambda grad: torch.empty(0)], ids=["half", "empty"])

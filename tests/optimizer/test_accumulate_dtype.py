@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from benchmarks.accumulation import table
 from superoffload import AdamW
 from superoffload.engine.schedule import MODES
 from superoffload.errors import ArgumentError, StateError
-from superoffload.optimizer import accumulation
 from superoffload.optimizer.accumulation import check_fp32_sums
 from tests.support.adamw_training import batch, check_counters, model_of
 from tests.support.checkout import ROOT
@@ -91,32 +89,6 @@ def test_the_bits_of_sums_that_torch_makes_in_fp32(dtype: torch.dtype, window: W
     assert rounded["master"] != expected["master"], "these sums are none that the parameters' dtype could hold"
 
 
-@pytest.mark.over_stand_in(brings_back="sometimes")
-@needs_grad_dtype
-@pytest.mark.parametrize(("window", "clip"), [(loop, False), (told, True)])
-def test_gradients_are_in_fp32_and_can_be_clipped(window: Window, clip: bool) -> None:
-    """By hand too, and by a GradScaler, which refuses fp16 gradients."""
-
-    def train(window: Window, model: nn.Module, optimizer: Any) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-        for number in range(4):
-            optimizer.zero_grad()
-            window(optimizer, (scaler.scale(loss) for loss in losses_of(model, number, 3)))
-            if clip:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            for param in model.parameters():
-                assert param.grad is not None and param.grad.dtype is torch.float32
-            scaler.step(optimizer)
-            scaler.update()
-
-    expected = trained(declared, partial(train, summed), torch.float16, speculation="never")
-    assert expected.stats()["steps"] == 4
-    for mode in ("always", "never"):
-        found = trained(as_it_is, partial(train, window), torch.float16, speculation=mode, accumulate_dtype="fp32")
-        assert found.state_digests() == expected.state_digests()
-
-
 @needs_grad_dtype
 def test_how_far_off_sums_in_bf16_are_as_the_docs_say() -> None:
     """Within a factor of two: processors add up the products of a matrix in different orders."""
@@ -155,19 +127,6 @@ def test_what_is_set_is_set_back() -> None:
     assert _dtypes(params) == before
     for index, (param, grad) in enumerate(zip(params, both, strict=True)):
         assert torch.equal(param.grad, grad if index == 2 else grad.bfloat16())
-
-
-@needs_grad_dtype
-def test_parameters_that_left_before_the_first_step_get_their_dtypes_back() -> None:
-    """The program has put others in their places."""
-    old, new = (model_of(torch.bfloat16, seed=seed) for seed in (1, 2))
-    with AdamW(old.parameters(), threads=1, accumulate_dtype="fp32") as optimizer:
-        assert set(_dtypes(old.parameters())) == {torch.float32}
-        optimizer.param_groups[0]["params"] = list(new.parameters())
-        batch(new, 0).backward()
-        optimizer.step()
-        assert set(_dtypes(old.parameters())) == {torch.bfloat16}
-        assert set(_dtypes(new.parameters())) == {torch.float32}
 
 
 def test_a_model_and_its_optimizer_may_end_together_as_garbage() -> None:
@@ -237,32 +196,3 @@ def test_a_torch_that_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
         check_fp32_sums([("w", param)], None)
     param.main_grad = torch.zeros(2)
     check_fp32_sums([("w", param), ("b", SimpleNamespace(dtype=torch.float32))], None)
-
-
-@needs_grad_dtype
-def test_memory_that_is_refused_while_a_gradient_changes_its_dtype() -> None:
-    """Before, nothing has changed; behind, one gradient is gone, which shows, and everything else is set back."""
-    convert = accumulation._in_dtype
-    left = [2]  # calls until one is refused
-
-    def refused(*args: Any) -> Tensor:
-        left[0] -= 1
-        if left[0] == 0:
-            raise torch.OutOfMemoryError("refused")
-        return convert(*args)
-
-    model = model_of(torch.bfloat16)
-    params = parameters_of(model)
-    batch(model, 0).backward()
-    values = [param.grad.clone() for param in params]
-    with mock.patch.object(accumulation, "_in_dtype", refused), pytest.raises(torch.OutOfMemoryError):
-        AdamW(params, threads=1, accumulate_dtype="fp32")
-    assert _dtypes(params) == [torch.bfloat16] * 6
-    assert all(torch.equal(param.grad, value) for param, value in zip(params, values, strict=True))
-    optimizer = AdamW(params, threads=1, accumulate_dtype="fp32")
-    left[0] = 2
-    with mock.patch.object(accumulation, "_in_dtype", refused):
-        optimizer.close()
-    assert _dtypes(params) == [torch.bfloat16] * 6
-    kept = [(param.grad, value) for param, value in zip(params, values, strict=True) if param.grad is not None]
-    assert len(kept) == 5 and all(torch.equal(grad, value) for grad, value in kept)

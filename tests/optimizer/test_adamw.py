@@ -16,12 +16,10 @@ from superoffload import AdamW
 from superoffload.engine.schedule import Schedule
 from superoffload.errors import StateError
 from tests.support.adamw_training import (
-    Optimizer,
     TorchAdamW,
     assert_close_to_torch,
     batch,
     check_counters,
-    check_scenario,
     model_of,
     train,
 )
@@ -158,26 +156,6 @@ def test_step_without_any_gradient_does_nothing() -> None:
         assert optimizer.stats()["steps"] == 1 and optimizer.state_digests() != before
 
 
-@pytest.mark.over_stand_in
-def test_closure() -> None:
-    losses = []
-
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        for seed in range(4):
-
-            def closure(seed: int = seed) -> float:
-                optimizer.zero_grad()
-                loss = batch(model, seed)
-                loss.backward()
-                return loss.item()
-
-            losses.append(optimizer.step(closure))
-
-    check_scenario(scenario)
-    assert losses[:4] == losses[4:8] == losses[8:12]
-    assert losses[0] == batch(model_of(), 0).item()
-
-
 def test_grad_norm_is_that_before_clipping() -> None:
     model = model_of()
     with AdamW(model.parameters(), max_grad_norm=0.01) as optimizer:
@@ -192,10 +170,3 @@ def test_grad_norm_is_that_before_clipping() -> None:
         for param, grad in zip(model.parameters(), grads, strict=True):
             assert param.grad is not None
             assert torch.equal(param.grad, grad), "gradients stay as backward left them"
-
-
-def test_its_text_has_our_settings_as_they_are_now() -> None:
-    with AdamW([nn.Parameter(torch.zeros(3))], max_grad_norm=1.0, speculation="never", state_dtype="bf16") as optimizer:
-        optimizer.max_grad_norm = 0.5
-        lines = [line.strip() for line in repr(optimizer).splitlines()]
-    assert {"max_grad_norm: 0.5", "speculation: never", "state_dtype: torch.bfloat16", "lr: 0.001"} <= set(lines)

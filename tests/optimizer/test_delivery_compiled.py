@@ -84,8 +84,6 @@ def a_part_of_a_compiled_one(model: Any) -> Any:
     ("way", "when"),
     [
         (compiled, "before"),
-        (lambda model: compiled(lambda x: model(x)), "after"),
-        (lambda model: model.compile(backend="eager") or model, "before"),
         (another, "after"),
         (whole_of_wrapped_blocks, "before"),
         (a_part_of_a_compiled_one, "before"),
@@ -105,22 +103,6 @@ def test_compiled_code_reads_what_has_arrived(way: Callable[[nn.Module], Any], w
             step(plain, eager)
             with torch.no_grad():
                 assert torch.equal(run(INPUT), plain(INPUT))
-
-
-@pytest.mark.parametrize("how", ["method", "function"])
-def test_blocks_that_were_compiled_before_share_one_whole_graph(how: str) -> None:
-    """Hooks differ from block to block, and the compiler's guards must not tell the blocks apart by them."""
-    model = model_of(12)
-    for i, block in enumerate(model):
-        if how == "method":
-            block.compile(backend="eager", fullgraph=True)
-        else:
-            model[i] = compiled(block, fullgraph=True)
-    with offloaded(model) as optimizer:
-        step(model, optimizer)
-        step(model, optimizer)
-        assert counters["stats"]["unique_graphs"] <= 2, "the first block's input needs no gradient"
-        assert not counters["graph_break"]
 
 
 @pytest.mark.parametrize(
@@ -176,14 +158,3 @@ def test_scripted_modules_that_do_not_train_may_be_parts() -> None:
         model(INPUT)
         model.state_dict()
         assert all(torch.equal(param, optimizer.state[param]["master"]) for param in own)
-
-
-def test_a_later_optimizer_compiles_nothing_anew() -> None:
-    """Guards on hooks are there by then."""
-    model = model_of()
-    with offloaded(model):
-        run = compiled(lambda x: x + 1)
-        run(INPUT)
-        with offloaded(model_of()):
-            run(INPUT)
-            assert counters["frames"]["ok"] == 1

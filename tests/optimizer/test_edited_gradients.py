@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,60 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from tests.support.adamw_training import Optimizer, batch, check_counters, check_scenario, grads_of, model_of, train
+from tests.support.adamw_training import batch, check_counters, model_of
 from tests.support.checkout import ROOT
-
-Zeroing = Callable[[Any, Any], object]  # of a model and its optimizer
-
-
-@pytest.mark.over_stand_in
-@pytest.mark.parametrize(
-    "zero",
-    [
-        lambda model, optimizer: optimizer.zero_grad(),
-        lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-        lambda model, optimizer: model.zero_grad(),
-        lambda model, optimizer: model.zero_grad(set_to_none=False),
-    ],
-)
-def test_gradients_dropped_between_backward_and_step(zero: Zeroing) -> None:
-    """Gone: no step. Zero: a step with zeros, which moves by momentum."""
-
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        train(model, optimizer, range(2))
-        optimizer.zero_grad()
-        batch(model, 5).backward()
-        zero(model, optimizer)
-        optimizer.step()
-        train(model, optimizer, range(2))
-
-    check_scenario(scenario)
-
-
-@pytest.mark.over_stand_in(brings_back="sometimes")
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
-        lambda model: grads_of(model)[0].mul_(3.0),
-        lambda model: grads_of(model)[2].view(-1)[3].add_(1.0),
-        lambda model: setattr(model[0].weight, "grad", torch.arange(48 * 16.0).view(16, 48).t()),
-        lambda model: setattr(model[0].weight, "grad", None),
-        lambda model: grads_of(model)[0].fill_(math.inf).fill_(0.25),
-    ],
-)
-def test_gradients_edited_after_backward(edit: Callable[[nn.Module], object]) -> None:
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        train(model, optimizer, range(2))
-        for seed in range(3):
-            optimizer.zero_grad()
-            batch(model, seed).backward()
-            edit(model)
-            optimizer.step()
-        train(model, optimizer, range(2))
-
-    stats = check_scenario(scenario, bucket_numel=1024)
-    assert stats["buckets_undone"] > 0
 
 
 def test_a_hook_that_takes_the_gradient_away() -> None:
@@ -144,9 +91,7 @@ def scale_a_bias(model: nn.Module, step: int) -> None:
     [
         pytest.param(scale_only([]), {"max_grad_norm": 1e-3}, id="clips of ours"),
         pytest.param(scale_only([0, 2, 4]), {}, id="every other step"),
-        pytest.param(clip, {"speculation": "never"}, id="nothing speculated"),
         (scale_a_bias, {}),
-        (lambda model, step: model.zero_grad(), {}),
         (lambda model, step: batch(model, 100 + step).backward(), {}),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superoffload import AdamW, CPUAdamW, checkpoints
+from superoffload import AdamW, CPUAdamW
 from superoffload.engine.moments import noise_stream
 from superoffload.engine.schedule import Schedule
 from superoffload.errors import ArgumentError
-from tests.support.adamw_training import Mixed, Reordered, check_counters, train
-from tests.support.carried_state import Carry, as_dict, in_a_folder, through_a_file
+from tests.support.adamw_training import check_counters, train
+from tests.support.carried_state import as_dict, in_a_folder
 from tests.support.fake_cuda import on_host
 from tests.support.reference import adam, eight_bit
 from tests.support.reference.stochastic import noise
-from tests.support.split_masters import same_bits, same_states, state_of
+from tests.support.split_masters import same_bits, state_of
 
 EIGHT: dict[str, Any] = {"state_dtype": "8bit"}
 DTYPES = ("fp32", "bf16", "8bit")
@@ -128,21 +127,6 @@ def test_every_schedule_gives_the_bits_of_the_reference(way: str, bucket_numel: 
         check_counters(optimizer)
 
 
-@pytest.mark.parametrize("state_dtype", ["bf16", "8bit"])
-def test_the_number_of_threads_changes_no_bit_and_the_seed_does(state_dtype: str) -> None:
-    def digests(mode: str, threads: int, seed: int) -> dict[str, str]:
-        model = odd_model()
-        options: dict[str, Any] = {"state_dtype": state_dtype, "bucket_numel": 2048, "threads": threads, "seed": seed}
-        with AdamW(model.parameters(), speculation=mode, **options) as optimizer:
-            train(model, optimizer)
-            moments = {state["exp_avg"].dtype for state in optimizer.state.values()}
-            assert moments == {torch.bfloat16}
-            return optimizer.state_digests()
-
-    expected = digests("never", 2, 0)
-    assert digests("always", 2, 0) == digests("always", 1, 0) == expected != digests("always", 2, 1)
-
-
 def test_bytes_are_accounted_for() -> None:
     params = [nn.Parameter(torch.zeros(1 << 20, dtype=torch.bfloat16))]
     moments = 2 * (1 + 1 / 256)
@@ -150,38 +134,6 @@ def test_bytes_are_accounted_for() -> None:
         assert optimizer.stats()["host_bytes"] / (1 << 20) == pytest.approx(4 + moments, abs=0.02)
     with on_host(), AdamW(params, speculation="never", **EIGHT) as optimizer:
         assert optimizer.stats()["host_bytes"] / (1 << 20) == pytest.approx(4 + moments + 2 + 2, abs=0.02)
-
-
-def beside_a_step(model: nn.Module, optimizer: AdamW, other: nn.Module, loads: AdamW, folder: Path) -> None:
-    saving = checkpoints.save_in_background(folder / "a", model, optimizer)
-    before = [p.detach().clone() for p in model.parameters()], state_of(optimizer)
-    train(model, optimizer, [50])  # changes state that may not be written yet
-    checkpoints.load(saving.wait(60), other, loads)
-    checkpoints.load(folder / "a", model, optimizer)
-    assert all(map(same_bits, before[0], (p.detach() for p in model.parameters())))
-    assert same_states(before[1], state_of(optimizer))
-
-
-@pytest.mark.parametrize(
-    ("carry", "make", "master"),
-    [(through_a_file, Mixed, "fp32"), (in_a_folder, Reordered, "split"), (beside_a_step, odd_model, "fp32")],
-)
-def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(
-    carry: Carry, make: Callable[[], nn.Module], master: str, tmp_path: Path
-) -> None:
-    model, other = make(), make()
-    options: dict[str, Any] = {"lr": 1e-2, "threads": 1, "master_dtype": master, **EIGHT}
-    with (
-        AdamW(model.parameters(), model=model, **options) as saved,
-        AdamW(other.parameters(), model=other, bucket_numel=1024, **options) as loaded,
-    ):
-        train(model, saved, range(5))
-        train(other, loaded, range(20, 22))
-        carry(model, saved, other, loaded, tmp_path)
-        assert loaded.state_digests() == saved.state_digests()
-        for one, optimizer in ((model, saved), (other, loaded)):
-            train(one, optimizer, range(5, 9))
-        assert loaded.state_digests() == saved.state_digests()
 
 
 def expected_moment(given: Tensor, before: str, after: str, form: eight_bit.Format) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import time
 import weakref
 from collections.abc import Callable
@@ -20,13 +19,10 @@ from superoffload import AdamW
 from superoffload.engine.stepping import Finisher
 from superoffload.errors import StateError
 from tests.support.adamw_training import (
-    COUNTERS,
     assert_worker_threads,
     batch,
     check_counters,
     model_of,
-    pair,
-    python,
     run_python,
     train,
     weights,
@@ -130,14 +126,6 @@ def test_leaving_with_work_in_flight() -> None:
     assert (done.returncode, done.stdout) == (3, "True\n")
 
 
-def test_a_script_ends_quietly(tmp_path: Path) -> None:
-    """Its optimizer is a global of a module, and goes when ours have gone."""
-    script = tmp_path / "script.py"
-    script.write_text(IN_FLIGHT.replace("sys.exit(3)", "optimizer.step()"))
-    done = python().run([str(script)])
-    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
-
-
 FORK = """
 import os, sys, torch
 from superoffload import AdamW
@@ -179,29 +167,6 @@ def test_a_forked_child_gets_an_error_and_the_parent_goes_on() -> None:
     assert run_python(FORK.replace("ENDINGS", str(endings))).stdout.split() == ["7"] * 4 + ["1", "True"]
 
 
-def test_stats_of_a_known_run() -> None:
-    with pair(bucket_numel=1 << 20) as (model, optimizer, twin, plain):
-        numel = weights(model).numel()
-        train(model, optimizer, range(2))
-        train(twin, plain, range(2))
-        batch(model, 2).backward()  # a second one, which undoes the first
-        optimizer.zero_grad()
-        batch(model, 2).backward()
-        optimizer.max_grad_norm = 1e-3
-        optimizer.step()
-        stats = optimizer.stats()
-        expected: Any = dict.fromkeys(COUNTERS, 0) | {"steps": 3, "skipped_steps": 0, "clipped_steps": 1}
-        expected |= {"buckets_speculated": 4, "buckets_committed": 2, "buckets_replayed": 1}
-        expected |= {"buckets_abandoned": stats["buckets_abandoned"], "buckets_undone": stats["buckets_undone"]}
-        assert {name: stats[name] for name in expected} == expected
-        assert stats["buckets_abandoned"] + stats["buckets_undone"] == 1
-        assert stats["clip_rate"] == 1 / 3
-        assert stats["bytes_down"] == 4 * 4 * numel and stats["bytes_up"] == 3 * 4 * numel
-        assert 1.0 < stats["journal_bytes_per_param"] < 4 and 3 * numel <= stats["journal_bytes"]
-        assert 0 < stats["optimizer_seconds_exposed"] <= stats["optimizer_seconds"]
-        assert plain.stats()["buckets_stepped"] == 2 and plain.stats()["journal_bytes"] == 0
-
-
 def test_an_error_from_the_middle_makes_the_optimizer_say_so() -> None:
     gc.collect()  # what other tests have left
     threads = set(worker_threads())
@@ -219,28 +184,3 @@ def test_an_error_from_the_middle_makes_the_optimizer_say_so() -> None:
     batch(model, 4).backward()
     optimizer.close()
     assert_worker_threads(threads)
-
-
-def test_handlers_are_back_afterwards() -> None:
-    seen: list[int] = []
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
-        mine = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-        with pair() as (model, optimizer, _, _):
-            train(model, optimizer, range(1))
-            assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == mine
-            batch(model, 1).backward()
-            original = Finisher.finish
-
-            def terminated(*args: Any) -> None:
-                signal.raise_signal(signal.SIGTERM)
-                assert not seen, "it waits until the step is done"
-                original(*args)
-
-            with mock.patch.object(Finisher, "finish", terminated):
-                optimizer.step()
-        assert seen == [signal.SIGTERM]
-        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == mine
-    finally:
-        signal.signal(signal.SIGTERM, handler)

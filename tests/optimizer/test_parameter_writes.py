@@ -21,36 +21,6 @@ from tests.support.rank_processes import flat_mesh, net, on_ranks, optimizer_of,
 pytestmark = pytest.mark.filterwarnings("ignore:superoffload. .* changed without autograd's version counters")
 
 
-def load_weights(model: nn.Module) -> None:
-    other = model_of(next(model.parameters()).dtype, seed=5)
-    model.load_state_dict(other.state_dict())
-
-
-@pytest.mark.over_stand_in
-@pytest.mark.parametrize(
-    ("write", "in_flight"),
-    [
-        (lambda model: torch._foreach_mul_(list(model.parameters()), 0.5), True),
-        (load_weights, False),
-    ],
-)
-def test_writes_are_kept(write: Callable[[Any], object], in_flight: bool) -> None:
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        train(model, optimizer, range(3))
-        optimizer.zero_grad()
-        if in_flight:
-            batch(model, 8).backward()
-        with torch.no_grad():
-            write(model)
-        if not in_flight:
-            batch(model, 8).backward()
-        optimizer.step()
-        train(model, optimizer, range(2))
-
-    stats = check_scenario(scenario, bucket_numel=1024)
-    assert (stats["buckets_undone"] > 0) == in_flight
-
-
 def clamp(model: nn.Module) -> None:
     """As WGAN does."""
     for param in model.parameters():
@@ -148,16 +118,3 @@ def over_ranks() -> bool:
 
 def test_every_rank_keeps_what_all_of_them_wrote() -> None:
     assert on_ranks(2, over_ranks) == [True] * 2
-
-
-def test_a_frozen_parameter_and_one_without_a_gradient() -> None:
-    params = [nn.Parameter(torch.ones(4)) for _ in range(3)]
-    params[2].requires_grad_(False)
-    with AdamW(params, lr=0.0, weight_decay=0.0) as optimizer:
-        for step in range(3):
-            for param in params:
-                param.data.fill_(step)
-            params[step % 2].grad = torch.ones(4)
-            optimizer.step()
-            optimizer.zero_grad()
-            assert all(torch.equal(param, torch.full((4,), float(step))) for param in params)

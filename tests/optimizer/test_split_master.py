@@ -3,65 +3,16 @@ was not written keeps the bits of its remainder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.engine.schedule import Schedule
 from superoffload.errors import ArgumentError
-from tests.support.adamw_training import assert_worker_threads, batch, check_counters, model_of, train, worker_threads
-from tests.support.fake_cuda_training import wide_model
-from tests.support.split_masters import SPLIT, TIES, assert_split, away, bits_of, masters_of, same_bits, shard_of
-
-
-@contextmanager
-def made(model: nn.Module, mode: str = "always", share: float = 0.0, **options: Any) -> Iterator[AdamW]:
-    """``share``: of what was not speculated, how much is published first and settled later."""
-    first, *rest = model.parameters()
-    groups = [{"params": [first], "lr": 3e-3, "weight_decay": 0.1}, {"params": rest, "betas": (0.8, 0.99)}]
-    options = {"lr": 1e-2, "threads": 2, "bucket_numel": 1024, **SPLIT, **options}
-    with (
-        mock.patch.object(Schedule, "share_to_publish", lambda *_: share),
-        AdamW(groups, speculation=mode, **options) as optimizer,
-    ):
-        yield optimizer
-    check_counters(optimizer)
-
-
-def test_the_bits_of_whole_masters_in_every_schedule() -> None:
-    """Where gradients do not depend on parameters, which differ from those of whole masters at ties."""
-    found, fates = [], {}
-    for master_dtype, mode, share in (
-        ("fp32", "never", 0.0), ("split", "never", 0.0), ("split", "always", 0.0), ("split", "always", 1.0)
-    ):  # fmt: skip
-        model = wide_model(torch.bfloat16)
-        with made(model, mode, share, master_dtype=master_dtype) as optimizer:
-            for step in range(10):
-                optimizer.zero_grad()
-                generator = torch.Generator().manual_seed(step)
-                for param in model.parameters():
-                    (param * torch.randn(param.shape, generator=generator).bfloat16()).sum().backward()
-                optimizer.max_grad_norm = 1.0 if step % 3 == 2 else None
-                if step == 4:
-                    next(model.parameters()).grad = None
-                if step == 6:
-                    optimizer.param_groups[0]["lr"] = 2e-2
-                optimizer.step()
-            digests = optimizer.state_digests()
-            found.append([digests[name] for name in ("master", "exp_avg", "exp_avg_sq")])
-            if master_dtype == "split":
-                assert_split(optimizer)
-            fates = optimizer.stats()
-            if (mode, share) == ("always", 0.0):
-                assert all(fates[f"buckets_{fate}"] > 0 for fate in ("committed", "replayed", "undone", "stepped"))
-    assert all(one == found[0] for one in found)
-    assert fates["buckets_two_phase"] > 0 and fates["buckets_speculated"] > 0
+from tests.support.adamw_training import assert_worker_threads, model_of, worker_threads
+from tests.support.split_masters import SPLIT, TIES, away, bits_of, masters_of, same_bits
 
 
 def test_other_values_are_refused() -> None:
@@ -87,49 +38,6 @@ def assign(param: Tensor, values: Tensor) -> None:
 
 def through_data(param: Tensor, values: Tensor) -> None:
     param.data.copy_(values)
-
-
-def new_storage(param: Tensor, values: Tensor) -> None:
-    param.data = values.to(param.dtype)
-
-
-def load(param: Tensor, values: Tensor) -> None:
-    holder = nn.ParameterList([param])
-    holder.load_state_dict({"0": values})
-
-
-Write = Callable[[Tensor, Tensor], None]
-
-
-@pytest.mark.parametrize(
-    ("write", "when"),
-    [
-        (assign, "between steps"),
-        (through_data, "between backward and step"),
-        (new_storage, "between backward and step"),
-        (load, "between steps"),
-    ],
-)
-def test_what_was_not_written_keeps_its_master(write: Write, when: str) -> None:
-    model = model_of(torch.bfloat16)
-    with AdamW(model.parameters(), speculation="always", lr=1e-2, **SPLIT) as optimizer:
-        train(model, optimizer, range(4))
-        param, *_ = model.parameters()
-        value, masters = param.detach().clone(), optimizer.state[param]["master"]
-        assert shard_of(optimizer, param).master.any()
-        optimizer.zero_grad()
-        optimizer.param_groups[0].update(lr=0.0)  # steps that leave masters as they are
-        if when == "between backward and step":
-            batch(model, 5).backward()
-        written = torch.zeros(param.shape, dtype=torch.bool)
-        written[::2] = True
-        write(param, torch.where(written, 1 - 2 * value, value))
-        expected = torch.where(written, param.detach().float(), masters)
-        if when == "between steps":
-            batch(model, 5).backward()
-        optimizer.step()
-        assert same_bits(optimizer.state[param]["master"], expected)
-        assert_split(optimizer)
 
 
 @pytest.mark.parametrize("refreshed", [False, True])

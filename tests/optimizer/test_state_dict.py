@@ -14,12 +14,8 @@ from superoffload.errors import ArgumentError
 from tests.support.adamw_training import (
     TorchAdamW,
     assert_trained_alike,
-    batch,
-    check_counters,
     model_of,
-    pair,
     train,
-    weights,
 )
 
 
@@ -30,47 +26,6 @@ def saved_and_read(state: dict[str, Any]) -> dict[str, Any]:
     file.seek(0)
     loaded: dict[str, Any] = torch.load(file, weights_only=True)
     return loaded
-
-
-def test_where_model_and_masters_disagree_the_model_wins() -> None:
-    first, second = model_of(torch.bfloat16), model_of(torch.bfloat16, seed=4)
-    with AdamW(first.parameters(), lr=1e-2) as saved, AdamW(second.parameters(), lr=0.0) as loaded:
-        train(first, saved, range(4))
-        before = weights(second)
-        loaded.load_state_dict(saved.state_dict())
-        loaded.param_groups[0]["lr"] = 0.0
-        train(second, loaded, [1])
-        assert torch.equal(weights(second), before)
-
-
-def assert_same_state(state: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert state["param_groups"] == expected["param_groups"]
-    for position, values in expected["state"].items():
-        for name, value in values.items():
-            assert torch.equal(state["state"][position][name], value)
-
-
-def test_saved_between_backward_and_step() -> None:
-    """It is the state of the last finished step, and the step goes on; later steps do not change what was saved."""
-    with pair() as (model, optimizer, twin, plain):
-        train(model, optimizer, range(3))
-        train(twin, plain, range(3))
-        expected = saved_and_read(optimizer.state_dict())
-        digests = optimizer.state_digests()
-        for one, its in ((model, optimizer), (twin, plain)):
-            its.zero_grad()
-            batch(one, 5).backward()
-        for bucket in optimizer._engine.buckets:
-            assert bucket.running is not None
-            bucket.running.wait()
-        assert optimizer.state_digests() == digests
-        state = optimizer.state_dict()
-        assert_same_state(state, expected)
-        optimizer.step()
-        plain.step()
-        assert_same_state(state, expected)
-        assert optimizer.state_digests() == plain.state_digests()
-        check_counters(optimizer)
 
 
 def two_groups(model: nn.Sequential) -> list[dict[str, Any]]:

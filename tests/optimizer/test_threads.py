@@ -136,24 +136,6 @@ def test_an_error_that_was_lost_with_its_thread_is_raised_by_step() -> None:
         assert optimizer.stats()["steps"] == 1
 
 
-@pytest.mark.parametrize("answer", ["a new backward", "another gradient", "no gradient"])
-def test_what_is_done_about_an_error_in_backward_counts(answer: str) -> None:
-    """Without the optimizer's zero_grad(), which many loops never call."""
-    model = model_of()
-    with AdamW(model.parameters(), threads=1) as optimizer:
-        with mock.patch.object(Engine, "arrive", side_effect=ArgumentError("as told")), pytest.raises(ArgumentError):
-            batch(model, 0).backward()
-        with pytest.raises(StateError, match="gradients are missing"):
-            optimizer.step()
-        model.zero_grad()
-        if answer == "a new backward":
-            batch(model, 0).backward()
-        for param in model.parameters() if answer == "another gradient" else ():
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-        assert optimizer.stats()["steps"] == (answer != "no gradient")
-
-
 @contextmanager
 def backward_beside(model: nn.Module) -> Iterator[list[BaseException]]:
     """Another thread runs one backward after the other."""

@@ -1,10 +1,11 @@
-"""What people do around an optimizer and no other file covers, by ours in every mode and by torch.optim.AdamW."""
+"""What people do around an optimizer (docs/compatibility.md), by ours in every mode and by torch.optim.AdamW."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from superoffload import AdamW
 from superoffload.engine.schedule import MODES
 from tests.support.adamw_training import (
     Optimizer,
+    Scenario,
     TorchAdamW,
     assert_trained_alike,
     batch,
@@ -25,7 +27,9 @@ from tests.support.adamw_training import (
     grads_of,
     model_of,
     nothing_shows,
+    run_ours,
     train,
+    weights,
 )
 from tests.support.over_stand_in import only_over_stand_in
 from tests.support.refusal import Refusal
@@ -42,33 +46,197 @@ def test_schedulers_of_torch(name: str) -> None:
     def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         scheduler = SCHEDULERS[name](optimizer)
         for seed in range(6):
-            optimizer.zero_grad()
-            loss = batch(model, seed)
-            loss.backward()
-            arguments = (1.0,) if name == "ReduceLROnPlateau" else ()
-            if seed < 3:
-                optimizer.step()
-            scheduler.step(*arguments)
-            if seed >= 3:
-                optimizer.step()
+            with stepping(model, optimizer, seed, steps=seed >= 3):
+                if seed < 3:
+                    optimizer.step()
+                scheduler.step(*((1.0,) if name == "ReduceLROnPlateau" else ()))
 
     check_scenario(scenario)
     public = {name for name in lr_scheduler.__all__ if isinstance(getattr(lr_scheduler, name), type)}
     assert public - {"LRScheduler", "_LRScheduler"} <= set(SCHEDULERS)
 
 
-@pytest.mark.over_stand_in(brings_back="always")
-def test_loss_scaled_by_hand() -> None:
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        for seed in range(4):
-            optimizer.zero_grad()
-            (batch(model, seed) * 4096.0).backward()
-            for param in model.parameters():
-                assert param.grad is not None
-                param.grad.div_(4096.0)
-            optimizer.step()
+@contextmanager
+def stepping(model: nn.Module, optimizer: Optimizer, seed: int, *, steps: bool = True) -> Iterator[list[Tensor]]:
+    """A step; its gradients for what is done between backward and step()."""
+    optimizer.zero_grad()
+    batch(model, seed).backward()
+    yield grads_of(model)
+    if steps:
+        optimizer.step()
 
-    check_scenario(scenario, max_grad_norm=0.5)
+
+# ---- between backward and step() -------------------------------------------------------------------------------------
+
+
+def clip_by_hand(model: nn.Module, optimizer: Optimizer) -> None:
+    for seed in range(6):  # in some steps the norm is small, and gradients are multiplied by 1
+        with stepping(model, optimizer, seed):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05 if seed % 2 else 1e6, foreach=seed < 3)
+
+
+def edit(model: Any, optimizer: Optimizer) -> None:
+    for seed in range(6):
+        with stepping(model, optimizer, seed) as grads:
+            if seed == 1:
+                nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            if seed == 2:
+                grads[2].view(-1)[3].add_(1.0)
+            if seed == 3:
+                model[0].weight.grad = torch.arange(48 * 16.0).view(16, 48).t()
+            if seed == 4:
+                model[0].weight.grad = None
+            if seed == 5:
+                grads[0].fill_(math.inf).fill_(0.25)
+
+
+def drop(model: nn.Module, optimizer: Optimizer) -> None:
+    """Gone: no step. Zero: a step with zeros, which moves by momentum."""
+    for seed, (owner, to_none) in enumerate([(optimizer, True), (optimizer, False), (model, True), (model, False)]):
+        train(model, optimizer, range(2))
+        with stepping(model, optimizer, seed):
+            owner.zero_grad(set_to_none=to_none)
+
+
+def scale_by_hand(model: nn.Module, optimizer: Optimizer) -> None:
+    for seed in range(4):
+        optimizer.zero_grad()
+        (batch(model, seed) * 4096.0).backward()
+        for grad in grads_of(model):
+            grad.div_(4096.0)
+        optimizer.step()
+
+
+def hooks_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    calls: list[str] = []
+
+    def halve(*_: Any) -> None:
+        for grad in grads_of(model):
+            grad.mul_(0.5)
+
+    optimizer.register_step_pre_hook(halve)
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    everywhere = register_optimizer_step_pre_hook(lambda *_: calls.append("global"))
+    try:
+        train(model, optimizer, range(4))
+    finally:
+        everywhere.remove()
+    assert calls == ["global", "post"] * 4
+
+
+def hooks_of_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    def late(param: Any) -> None:
+        param.grad.clamp_(-0.01, 0.01)  # ours has packed it already
+
+    for param in model.parameters():
+        param.register_hook(lambda gradient: 2.0 * gradient)
+        param.register_post_accumulate_grad_hook(late)
+    train(model, optimizer, range(4))
+
+
+# ---- before backward, and between steps ------------------------------------------------------------------------------
+
+
+def accumulate(model: nn.Module, optimizer: Optimizer) -> None:
+    for step, passes in enumerate([1, 2, 2, 1, 3, 2, 1]):
+        optimizer.zero_grad()
+        for micro in range(passes):
+            batch(model, 10 * step + micro).backward()
+        optimizer.step()
+
+
+def closure(model: nn.Module, optimizer: Optimizer) -> None:
+    for seed in range(4):
+
+        def loss_of(seed: int = seed) -> float:
+            optimizer.zero_grad()
+            loss = batch(model, seed)
+            loss.backward()
+            return loss.item()
+
+        expected = batch(model, seed).item()
+        assert optimizer.step(loss_of) == expected
+
+
+def some_gradients(model: nn.Module, optimizer: Optimizer) -> None:
+    """Each parameter has a step count of its own; what is frozen stays as it is."""
+    first, second, *_ = model.parameters()
+    for seed in range(8):
+        first.requires_grad_(3 <= seed < 6)
+        with stepping(model, optimizer, seed):
+            second.grad = None if seed % 2 else second.grad
+
+
+def activation_checkpointing(model: nn.Module, optimizer: Optimizer) -> None:
+    for seed in range(5):
+        optimizer.zero_grad()
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+        checkpoint(model, x, use_reentrant=bool(seed % 2)).square().mean().backward()
+        optimizer.step()
+
+
+def averages(model: nn.Module, optimizer: Optimizer) -> None:
+    """Of the weights, which training goes on from."""
+    for how in (swa_utils.get_ema_multi_avg_fn(0.7), None):
+        averaged = swa_utils.AveragedModel(model, multi_avg_fn=how)
+        for seed in range(3):
+            train(model, optimizer, range(seed, seed + 2))
+            averaged.update_parameters(model)
+        model.load_state_dict(averaged.module.state_dict())
+
+
+def tied(model: Any, optimizer: Optimizer) -> None:
+    for seed in range(3):
+        optimizer.zero_grad()
+        (batch(model, seed) + model[0].weight.square().sum() + batch(model, 10 + seed)).backward()
+        optimizer.step()
+
+
+def add_group(model: Any, optimizer: Optimizer) -> None:
+    """Between backward and step(): the new parameter already has a gradient."""
+    added: Any = nn.Parameter(torch.ones(5))
+    model.register_parameter("added", added)
+    for seed in range(4):
+        with stepping(model, optimizer, seed):
+            added.grad = torch.full((5,), 0.5 - seed)
+            if seed == 1:
+                optimizer.add_param_group({"params": [added], "lr": 5e-3})
+            optimizer.param_groups[0]["lr"] *= 0.5
+
+
+BROUGHT_BACK = "always"
+CASES: list[tuple[Scenario, dict[str, Any], str]] = [
+    (clip_by_hand, {"max_grad_norm": 0.02}, BROUGHT_BACK),
+    (edit, {"bucket_numel": 1024}, BROUGHT_BACK),
+    (drop, {}, ""),
+    (scale_by_hand, {"max_grad_norm": 0.5}, BROUGHT_BACK),
+    (hooks_of_the_optimizer, {"max_grad_norm": 0.5}, BROUGHT_BACK),
+    (hooks_of_parameters, {"max_grad_norm": 0.5}, BROUGHT_BACK),
+    (accumulate, {"bucket_numel": 1024}, BROUGHT_BACK),
+    (closure, {}, ""),
+    (some_gradients, {}, ""),
+    (activation_checkpointing, {"max_grad_norm": 100.0}, ""),
+    (averages, {"bucket_numel": 1024}, ""),
+    (tied, {}, ""),
+    (add_group, {}, "sometimes"),
+]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "options"),
+    [
+        pytest.param(scenario, options, id=scenario.__name__, marks=pytest.mark.over_stand_in(brings_back=brings_back))
+        for scenario, options, brings_back in CASES
+    ],
+)
+def test_as_with_torch(scenario: Scenario, options: dict[str, Any]) -> None:
+    stats = check_scenario(scenario, **options)
+    assert stats["buckets_speculated"] > 0 or options["max_grad_norm"] < 1.0, "a clip that is proven at once"
+    if scenario in (edit, accumulate):
+        assert stats["buckets_undone"] > 0 and stats["buckets_committed"] > 0
+
+
+# ---- what needs more than one scenario -------------------------------------------------------------------------------
 
 
 @pytest.mark.over_stand_in(brings_back="always")
@@ -115,121 +283,36 @@ def test_grad_scaler_skips_although_the_infinity_was_replaced() -> None:
 def test_autocast() -> None:
     """The forward rounds to bfloat16, which makes of rounding errors in weights larger ones in gradients."""
 
-    def run(optimizer_of: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
-        model = model_of()
-        optimizer = optimizer_of(model)
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
         for seed in range(6):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
                 loss = batch(model, seed)
             loss.float().backward()
             optimizer.step()
-        optimizer.close()
-        return model, optimizer
 
-    runs = [run(lambda m, mode=mode: AdamW(m.parameters(), speculation=mode, threads=1)) for mode in MODES]  # type: ignore[misc]
-    first, *others = (optimizer.state_digests() for _, optimizer in runs)
-    assert all(other == first for other in others)
-    theirs, _ = run(lambda m: TorchAdamW(m.parameters()))
-    for ours, other in zip(runs[0][0].parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(ours, other, rtol=0, atol=3e-4)  # a wrong step is off by 1e-3
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module, *, reentrant: bool) -> None:
-        super().__init__()
-        self.inner = inner
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(self.inner, x.requires_grad_(), use_reentrant=self.reentrant)
-        return found
+    (model, first), *others = (run_ours(scenario, mode) for mode in MODES)
+    assert all(other.state_digests() == first.state_digests() for _, other in others)
+    theirs = model_of()
+    scenario(theirs, TorchAdamW(theirs.parameters()))
+    torch.testing.assert_close(weights(model), weights(theirs), rtol=0, atol=3e-4)  # a wrong step is off by 1e-3
 
 
 @pytest.mark.over_stand_in
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool) -> None:
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        train(Checkpointed(model, reentrant=reentrant), optimizer, range(5))
-
-    stats = check_scenario(scenario, max_grad_norm=100.0)
-    assert stats["buckets_speculated"] > 0
-
-
-@pytest.mark.over_stand_in
-@pytest.mark.parametrize("kind", ["ema", "swa"])
-def test_averaged_models(kind: str) -> None:
-    averages: list[nn.Module] = []
-
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        how = swa_utils.get_ema_multi_avg_fn(0.7) if kind == "ema" else None
-        averaged = swa_utils.AveragedModel(model, multi_avg_fn=how)
-        for round_ in range(3):
-            train(model, optimizer, range(3 * round_, 3 * round_ + 3))
-            averaged.update_parameters(model)
-        model.load_state_dict(averaged.module.state_dict())  # go on from the average
-        train(model, optimizer, range(20, 23))
-        averages.append(averaged.module)
-
-    check_scenario(scenario)
-    *ours, theirs = averages
-    for average in ours:
-        assert_trained_alike(average, theirs)
-
-
-def halve(optimizer: Any, *_: Any) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None:
-                param.grad.mul_(0.5)
-
-
-@pytest.mark.over_stand_in(brings_back="always")
-def test_optimizer_hooks() -> None:
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        calls: list[str] = []
-        optimizer.register_step_pre_hook(halve)
-        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-        everywhere = register_optimizer_step_pre_hook(lambda *_: calls.append("global"))
-        try:
-            train(model, optimizer, range(4))
-        finally:
-            everywhere.remove()
-        assert calls == ["global", "post"] * 4
-
-    check_scenario(scenario, max_grad_norm=0.5)
-
-
-@pytest.mark.over_stand_in(brings_back="always")
-def test_hooks_of_parameters() -> None:
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        def late(param: Tensor) -> None:
-            assert param.grad is not None
-            param.grad.clamp_(-0.01, 0.01)  # ours has packed it already
-
-        for param in model.parameters():
-            param.register_hook(lambda gradient: 2.0 * gradient)
-            param.register_post_accumulate_grad_hook(late)
-        train(model, optimizer, range(4))
-
-    check_scenario(scenario, max_grad_norm=0.5)
-
-
-@pytest.mark.over_stand_in(brings_back="always")
-@pytest.mark.parametrize(("foreach", "also_ours"), [(False, 0.02), (True, None)])
-def test_clipping_by_hand(foreach: bool, also_ours: float | None) -> None:
-    """Whether the clip changes a gradient or, the norm being small, multiplies it by 1."""
-
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        for seed in range(6):
-            optimizer.zero_grad()
+def test_two_optimizers_share_a_model() -> None:
+    models = []
+    for kind in (AdamW, TorchAdamW):
+        model = model_of()
+        both: list[Any] = [kind(model[0].parameters(), lr=1e-2), kind(model[2:].parameters(), max_grad_norm=0.1)]
+        for seed in range(5):
             batch(model, seed).backward()
-            limit = 0.05 if seed % 2 else 1e6
-            norm = nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=foreach)
-            assert norm > 0.05
-            optimizer.step()
-
-    check_scenario(scenario, max_grad_norm=also_ours)
+            for optimizer in both:
+                optimizer.step()
+                optimizer.zero_grad()
+        models.append(model)
+        for optimizer in both:
+            optimizer.close()
+    assert_trained_alike(*models)
 
 
 def test_an_empty_param_group() -> None:

@@ -66,22 +66,6 @@ def model_of(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential
     return nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.LayerNorm(48), nn.Linear(48, 4)).to(dtype)
 
 
-class Mixed(nn.Module):
-    """bfloat16 layers around a float32 norm and a float16 head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.body = nn.Linear(16, 48).bfloat16()
-        self.norm = nn.LayerNorm(48)
-        self.head = nn.Linear(48, 4).half()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(torch.tanh(self.body(x.bfloat16())).float())
-        found: Tensor = self.head(x.half()).float()
-        return found
-
-
 class Reordered(nn.Module):
     """A convolution in channels_last, and a transposed weight."""
 
