@@ -7,7 +7,6 @@ It has no hooks, no speculation and no clipping. It replaces ``torch.optim.AdamW
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
@@ -47,34 +46,18 @@ if TYPE_CHECKING:
 
     from superoffload.optimizer.arguments import TorchDefaults
 
-_lock = threading.Lock()
 _pools: WeakValueDictionary[tuple[int, ...], _native.WorkerPool] = WeakValueDictionary()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pools.clear)  # the threads are the parent's
 
 
 def shared_pool(cpus: list[int]) -> _native.WorkerPool:
     """Returns the worker pool of this process with one thread per entry of ``cpus``, as ``WorkerPool`` reads them.
 
-    Its threads end with the last reference to it, so its ``close()`` is not for the optimizers that share it. Raises
-    SuperOffloadError if the system starts no more threads.
+    Its threads end with the last reference to it, so its ``close()`` is not for the optimizers that share it.
     """
-    key = tuple(cpus)
-    with _lock:
-        pool = _pools.get(key)
-        if pool is None:
-            pool = _native.WorkerPool(cpus)
-            _pools[key] = pool
-        return pool
-
-
-def _forget_in_child() -> None:
-    """Leaves the pools to the parent, whose threads they are; another thread may have held the lock at fork()."""
-    global _lock, _pools
-    _lock = threading.Lock()
-    _pools = WeakValueDictionary()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+    pool = _pools.get(tuple(cpus))
+    return _pools.setdefault(tuple(cpus), _native.WorkerPool(cpus)) if pool is None else pool
 
 
 _ONE = torch.ones((), device="cpu")
@@ -275,8 +258,7 @@ class CPUAdamW(Optimizer):
         """Returns what is stepped of a group. Parameters that are new, or not as they were, get what they need."""
         streams: dict[Tensor, int] = {}
         if self._state_dtype != torch.float32 and any(known is None for *_, known in given):  # else nothing is rounded
-            named = named_in_group(self.param_groups[index], index)
-            streams = {param: noise_stream(self._seed, name) for name, param in named}
+            streams = {p: noise_stream(self._seed, name) for name, p in named_in_group(self.param_groups[index], index)}
         for param, grad, known in given:
             if known is not None:
                 continue
@@ -365,7 +347,7 @@ class CPUAdamW(Optimizer):
 
     def close(self) -> None:
         """Ends the worker threads. The state stays readable."""
-        self._lifetime.close(self._workers, _nothing)
+        self._lifetime.close(self._workers, lambda: None)
 
 
 class _Workers:
@@ -385,12 +367,7 @@ class _Workers:
         """Lets go of the threads; they end with the last optimizer that has them. No step of this one is running."""
         self.pool = None
 
-    def end_threads(self) -> None:
-        self.pool = None
-
-
-def _nothing() -> None:
-    """Ends nothing: only the threads need an end."""
+    end_threads = close
 
 
 def _failure_of(completion: _native.Completion) -> str | None:
@@ -403,8 +380,8 @@ def _failure_of(completion: _native.Completion) -> str | None:
 
 
 def _check_in_host_memory(name: str, param: Tensor) -> None:
-    if is_dtensor(param) or param.device.type != "cpu":
-        found = "a DTensor" if is_dtensor(param) else f"on {param.device}"
+    found = "a DTensor" if is_dtensor(param) else f"on {param.device}"
+    if found != "on cpu":
         raise ArgumentError(f"{name}: {found}, expected a plain tensor on the CPU; superoffload.AdamW steps it")
 
 

@@ -10,8 +10,6 @@ from superoffload import _native
 from superoffload.errors import ArgumentError
 from superoffload.host.environment import tell_unknown_names
 
-BLOCK: int = _native.BLOCK
-MOMENT_BLOCK: int = _native.MOMENT_BLOCK
 ISA_VARIABLE = "SUPEROFFLOAD_ISA"
 
 

@@ -57,13 +57,6 @@ class _Work:
     number: int | None = None
     fate: str | None = None
 
-    def belongs_to(self, step: int, number: int | None, fate: str | None) -> None:
-        self.step, self.number, self.fate = step, number, fate
-
-    @property
-    def still_runs(self) -> bool:
-        return self.completion is not None and not self.completion.done()
-
     def take_times(self) -> bool:
         """Takes the times over from the workers; returns whether the work ran."""
         if self.completion is not None:
@@ -134,7 +127,7 @@ class Timeline(Recorder):
         """Records a delivery. ``completion``: that of a copy that still runs, with its own times."""
         work = _Work(UP, "deliver", bucket, began, _native.now_seconds(), completion)
         if self._verdict is None:  # on demand, after its step has ended
-            work.belongs_to(self._step, self._buckets().index(bucket), _fate(bucket))
+            work.step, work.number, work.fate = self._step, self._buckets().index(bucket), _fate(bucket)
         self._pending.append(work)
 
     def landed(self, buckets: Sequence[Bucket], began: float) -> None:
@@ -166,7 +159,7 @@ class Timeline(Recorder):
         for work in self._pending:
             if work.step == 0:
                 key = id(work.bucket)
-                work.belongs_to(self._step, numbers.get(key), fates.get(key))
+                work.step, work.number, work.fate = self._step, numbers.get(key), fates.get(key)
         self._write_what_is_over()
         self._deciding = self._backward = self._verdict = None
 
@@ -175,7 +168,8 @@ class Timeline(Recorder):
         over: list[_Work] = []
         left: list[_Work] = []
         for work in self._pending:  # each is asked once, since it may end at any moment
-            (over if work.step and not work.still_runs else left).append(work)
+            runs = work.completion is not None and not work.completion.done()
+            (over if work.step and not runs else left).append(work)
         self._pending = left
         with self._giving_up():
             for work in sorted((work for work in over if work.take_times()), key=lambda work: work.began):
@@ -224,7 +218,7 @@ class Timeline(Recorder):
             "cat": work.lane,
             "pid": self._rank,
             "tid": lane,
-            "ts": self._microseconds(work.began),
+            "ts": round(1e6 * (work.began - self._zero), 3),
             "dur": round(1e6 * (work.ended - work.began), 3),
             "args": {"step": work.step, **work.arguments},
         }
@@ -247,9 +241,6 @@ class Timeline(Recorder):
         if row > 0:
             self._name_lane(_LANE_NUMBERS[PROCESSORS] + row, f"{PROCESSORS} ({row + 1})")
         return row
-
-    def _microseconds(self, seconds: float) -> float:
-        return round(1e6 * (seconds - self._zero), 3)
 
     def _announce(self) -> None:
         self._write({"ph": "M", "name": "process_name", "pid": self._rank, "args": {"name": f"rank {self._rank}"}})
@@ -286,12 +277,12 @@ def record(path: str | os.PathLike[str]) -> Timeline:
     return Timeline(own, rank)
 
 
+@dataclass(eq=False, repr=False)
 class _RecordingLink:
     """Forwards to the engine's link and records packing and delivering."""
 
-    def __init__(self, link: Any, timeline: Timeline) -> None:
-        self._link = link
-        self._timeline = timeline
+    _link: Any
+    _timeline: Timeline
 
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         began = _native.now_seconds()
@@ -311,12 +302,12 @@ class _RecordingLink:
         return getattr(self._link, name)
 
 
+@dataclass(eq=False, repr=False)
 class _RecordingPool:
     """Forwards to the engine's worker threads and records the completions of their work."""
 
-    def __init__(self, pool: Pool, timeline: Timeline) -> None:
-        self._pool = pool
-        self._timeline = timeline
+    _pool: Pool
+    _timeline: Timeline
 
     def submit(
         self, work: _native.BucketWork, operation: _native.Operation, *rest: Any, **named: Any
@@ -353,17 +344,3 @@ def span(timeline: Timeline | None, name: str) -> Iterator[None]:
     else:
         with timeline.span(name):
             yield
-
-
-def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Returns the events of a trace, also if the program ended before `close`."""
-    text = Path(path).read_text(encoding="utf-8").strip()
-    if not text.endswith("]"):
-        text = text.rstrip(",\n") + "]"
-    try:
-        events = json.loads(text)
-    except ValueError as error:
-        raise ArgumentError(f"{path}: not a trace written by superoffload ({error})") from error
-    if not isinstance(events, list):
-        raise ArgumentError(f"{path}: not a trace written by superoffload")
-    return events

@@ -336,7 +336,7 @@ class Engine:
 
     def _move_on(self, verdict: Verdict, *, later: bool) -> None:
         """Gives every bucket with gradients its fate, and delivers parameters now or later."""
-        moving = [bucket for bucket in self.layout.in_upload_order() if bucket.state is not BucketState.FILLING]
+        moving = [bucket for bucket in self.layout.buckets[::-1] if bucket.state is not BucketState.FILLING]
         on_host = [bucket for bucket in moving if not bucket.resident]
         self.finisher.choose_two_phases(on_host, on_demand=later)
         resident = [bucket for bucket in moving if bucket.resident]

@@ -74,7 +74,8 @@ class Inbox:
                 self._link.received(bucket)
             if bucket.missing:
                 for index in {bucket.pieces[place].shard.index for place in here}:
-                    arrived[index] = _own(arrived[index])
+                    if (kept := arrived[index]) is not None:
+                        arrived[index] = kept.detach()
         return [bucket for bucket in found if bucket.missing == 0]
 
     # ---- packed -----------------------------------------------------------------------------------------------
@@ -281,10 +282,6 @@ def _await(arrival: _native.Completion) -> None:
         arrival.wait()
     except RuntimeError as error:
         raise DeviceError(str(error)) from error
-
-
-def _own(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.detach()
 
 
 class PassedBuckets:

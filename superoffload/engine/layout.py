@@ -136,10 +136,6 @@ class Layout:
         """Returns the buckets that have pieces of ``shard``, each with the place of the piece in it."""
         return self.places.get(shard.index, ())
 
-    def in_upload_order(self) -> list[Bucket]:
-        """Returns the buckets in the order in which parameters go up: forward's, the reverse of backward's."""
-        return self.buckets[::-1]
-
     def buckets_of(self, shard: Shard) -> list[Bucket]:
         return [bucket for bucket, _ in self.places_of(shard)]
 

@@ -107,7 +107,7 @@ def placer_for(asked: Asked, link: Link, params: Sequence[Tensor]) -> Placer | N
     residency: Residency | None = getattr(link, "residency", None)
     if residency is not None:
         return Placer(asked, residency)
-    if _on_cpu(params):
+    if all(param.device.type == "cpu" for param in params):
         raise ArgumentError(
             f"placement={_shown(asked)}: there is no accelerator, the parameters are on the CPU; pass None, or move "
             "the model to the accelerator before making the optimizer"
@@ -116,10 +116,6 @@ def placer_for(asked: Asked, link: Link, params: Sequence[Tensor]) -> Placer | N
         f"placement={_shown(asked)}: state on the accelerator is stepped by kernels, which could not be compiled (see "
         "the warning before this); make NVRTC available, or pass placement=None"
     )
-
-
-def _on_cpu(params: Sequence[Tensor]) -> bool:
-    return all(param.device.type == "cpu" for param in params)
 
 
 def _shown(asked: Asked) -> str:

@@ -87,8 +87,9 @@ class Schedule:
         spoils = self._spoiled
         parts = max(1, round(self._parts * situation.waiting / situation.numel))
         share = 1.0 - parts / self._parts
-        self._decided = self._share_to_speculate()  # for the next step
-        likely = Kind(self._likely_share(), self._published[self._decided > 0], clips=self._predictor.chance > 0.5)
+        decided = self._decided = self._share_to_speculate()  # for the next step
+        clips = self._predictor.chance > 0.5
+        likely = Kind(min(decided, self._stopped_at) if clips else decided, self._published[decided > 0], clips=clips)
 
         def seconds(part: int) -> float:
             return self._period_after(Kind(share, part / parts, spoils), likely)
@@ -134,10 +135,6 @@ class Schedule:
     @property
     def _parts(self) -> int:
         return min(self._situation.buckets, _PARTS)
-
-    def _likely_share(self) -> float:
-        assert self._decided is not None
-        return min(self._decided, self._stopped_at) if self._predictor.chance > 0.5 else self._decided
 
     def _period_after(self, this: Kind, likely: Kind) -> float:
         times = self._step_times()

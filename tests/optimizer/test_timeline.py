@@ -11,7 +11,7 @@ import torch
 
 from superoffload import AdamW
 from superoffload.errors import ArgumentError
-from superoffload.timeline import COMPUTE, DOWN, PROCESSORS, UP, VERDICT, read_trace, span
+from superoffload.timeline import COMPUTE, DOWN, PROCESSORS, UP, VERDICT, span
 
 BUCKETS = 4
 
@@ -111,9 +111,9 @@ def test_trace_of_a_killed_program_can_be_read(tmp_path: Path) -> None:
     backward(params)
     backward(params)
     optimizer.step()
-    events = read_trace(tmp_path / "t.json")  # not closed yet
+    events = json.loads((tmp_path / "t.json").read_text() + "]")  # not closed yet
     optimizer.close()
-    assert read_trace(tmp_path / "t.json") == events == json.loads((tmp_path / "t.json").read_text())
+    assert json.loads((tmp_path / "t.json").read_text()) == events
     (step,) = steps_of(tmp_path / "t.json").values()
     verbs = [event["name"].split()[2].rstrip(":") for event in in_lane(step, PROCESSORS)]
     assert verbs.count("undo") == BUCKETS and verbs.count("speculate") == 2 * BUCKETS
@@ -139,10 +139,6 @@ def test_a_full_disk_ends_the_timeline_and_no_step() -> None:
     assert digests[0] == digests[1]
 
 
-def test_unwritable_paths_and_other_files_are_refused(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"trace=/no/such/folder/t\.json: the file cannot be written"):
         make(Path("/no/such/folder/t.json"))
-    for text in ("hello", "{}", '{"a": 1}]'):
-        (tmp_path / "x").write_text(text)
-        with pytest.raises(ArgumentError, match="not a trace"):
-            read_trace(tmp_path / "x")

@@ -17,8 +17,8 @@ FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PA
 # Lines and files of each folder, which may only fall.
 BUDGET = {
     "root": (1750, 10),
-    "optimizer": (5515, 25),
-    "engine": (3735, 17),
+    "optimizer": (5492, 24),
+    "engine": (3734, 17),
     "links": (1898, 12),
     "distributed": (1886, 6),
     "checkpoints": (1698, 6),

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from superoffload import _native
-from superoffload.kernels import BLOCK
+from superoffload._native import BLOCK
 from tests.support.reference.adam import Hyper as Hyper
 
 _TYPES = {
