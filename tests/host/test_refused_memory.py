@@ -114,3 +114,21 @@ def on_one_rank() -> dict[str, str]:
 def test_ranks_stay_together() -> None:
     """The step was completed on the rank that raised, so nothing has diverged."""
     assert on_ranks(2, on_one_rank) == [digests_after(2)] * 2
+
+
+def test_a_group_is_stepped_once_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for refused in (False, True):
+        model = shuffled()
+        with AdamW(model[:2].parameters(), speculation="always", threads=1) as optimizer:
+            step(model, optimizer, 0)
+            with monkeypatch.context() as patch:
+                if refused:
+                    refuse_journals(patch)
+                    with pytest.raises(HostMemoryError, match=JOURNAL):
+                        optimizer.add_param_group({"params": model[2].parameters()})
+                else:
+                    optimizer.add_param_group({"params": model[2].parameters()})
+            step(model, optimizer, 1)
+            found.append(optimizer.state_digests())
+    assert found[0] == found[1]

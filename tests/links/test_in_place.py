@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
+from superoffload.errors import ArgumentError
 from tests.support.adamw_training import batch, model_of
 
 
@@ -100,3 +101,31 @@ def test_gradients_that_are_memory_which_the_step_writes(of: str) -> None:
             optimizer.step()
 
     check_against_speculation(steps, make, lr=0.1, bucket_numel=1024, threads=2)
+
+
+@pytest.mark.parametrize("change", ["move", "edit unseen"])
+def test_a_step_that_failed_leaves_nothing_to_the_next(change: str) -> None:
+    """Memory is looked up in every step, and gradients are as they are then."""
+    digests = []
+    for fails in (True, False):
+        params = [nn.Parameter(torch.linspace(0, step + 1, 3000)) for step in range(3)]
+        with AdamW(params, speculation="never", lr=0.1, bucket_numel=1024, max_grad_norm=1.0) as optimizer:
+            for _ in range(2):
+                for param in params:
+                    param.grad = torch.ones_like(param)
+                if fails:
+                    params[-1].grad = torch.ones(3000).to_sparse()
+                    with pytest.raises(ArgumentError, match="sparse"):
+                        optimizer.step()
+                    params[-1].grad = torch.ones_like(params[-1])
+                if change == "move":
+                    for param in params:
+                        param.data = param.detach().clone()
+                else:
+                    grad: Any = params[0].grad
+                    grad.data.fill_(0.25)
+                optimizer.step()
+                for param in params:
+                    assert torch.equal(param.detach(), optimizer.state[param]["master"])
+            digests.append(optimizer.state_digests())
+    assert digests[0] == digests[1]

@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from superoffload import AdamW, checkpoints
-from superoffload.errors import StateError
-from superoffload.host.memory import give_free_memory_back
+from superoffload.errors import HostMemoryError, StateError
+from superoffload.host.memory import give_free_memory_back, refused
 from tests.support.adamw_training import batch, model_of
 
 
@@ -184,3 +185,16 @@ def test_gradients_that_wait_are_not_lost(trained: tuple[nn.Module, AdamW]) -> N
         optimizer.sleep()
     optimizer.step()  # it is awake
     assert optimizer.stats()["steps"] == 3
+
+
+def test_without_memory_it_stays_asleep(trained: tuple[nn.Module, AdamW]) -> None:
+    _, optimizer = trained
+    digests = optimizer.state_digests()
+    optimizer.sleep()
+    no_memory = mock.patch("superoffload.engine.layout.shared_journals", side_effect=refused(1 << 30, "a test"))
+    with no_memory, pytest.raises(HostMemoryError, match="still asleep; to wake it free memory"):
+        optimizer.wake()
+    with pytest.raises(StateError, match="asleep"):
+        optimizer.step()
+    optimizer.wake()
+    assert optimizer.state_digests() == digests

@@ -23,8 +23,8 @@ from superoffload.tools.estimate import (
     torch_on_gpu_bytes,
     typical_shape,
 )
-from superoffload.tools.machines import Machine
-from superoffload.tools.plan import code_for
+from superoffload.tools.machines import GIB, MACHINES, Machine
+from superoffload.tools.plan import code_for, evaluate, first_that_fits, leaner
 
 TOY = ModelShape(2, 64, 4, 2, 160, 256)
 # Two layers of 2*64*(64+32) attention, 3*64*160 feed-forward and 2*64 norms, a last norm, two embeddings of 256*64.
@@ -178,3 +178,22 @@ def test_printed_code_shards_with_fsdp2() -> None:
     assert (
         "model=model" in text and 'accumulate_dtype="fp32"' in text and "fully_shard" not in str(code_for(Settings()))
     )
+
+
+CARD = replace(MACHINES["rtx-4090"], host_memory=400 * GIB)
+
+
+def test_accumulation_that_only_host_memory_holds() -> None:
+    asked = Settings(accumulation=8, checkpointing="full")
+    assert not evaluate(SEVEN, CARD, asked)["fits"]
+    found = first_that_fits(SEVEN, CARD, asked)
+    assert found == replace(asked, gradient_dtype="fp32", sums_on_host=True)
+    assert 'accumulate_dtype="fp32"' in "\n".join(code_for(found))
+    assert all(not one.sums_on_host for one in leaner(replace(asked, ranks=2), has_gpu=True)), "FSDP2 adds on the GPU"
+
+
+def test_adding_in_host_memory_takes_time() -> None:
+    wide = Settings(accumulation=4, gradient_dtype="fp32")
+    there, here = (estimate_step(SEVEN, CARD, replace(wide, sums_on_host=one)) for one in (False, True))
+    waited = 3 * SEVEN.parameters * (4 / CARD.link_down + 12 / CARD.host_bandwidth)
+    assert here["optimizer, exposed"] - there["optimizer, exposed"] == pytest.approx(waited)

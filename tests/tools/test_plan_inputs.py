@@ -112,3 +112,18 @@ def test_this_machine(device: str, known: str | None, tmp_path: Path, monkeypatc
     machine = find_machine(None, 2, system)
     assert (machine.gpu_memory, machine.host_memory) == (20 * GIB, 50 * GIB)
     assert machine.flops == (MACHINES[known].flops if known else 0)
+
+
+GEMMA3 = {
+    "model_type": "gemma3",
+    "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
+}
+
+
+def test_fields_that_a_config_leaves_to_its_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+    assert read(tmp_path, {"model_type": "gemma2"}).parameters == pytest.approx(2_614_341_888, rel=1e-4)
+    assert read(tmp_path, GEMMA3).parameters == pytest.approx(3.88e9, rel=0.01), "without its vision tower"
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ArgumentError, match=r"num_attention_heads is missing.*install transformers"):
+        read(tmp_path, GEMMA3)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.errors import DeviceError, StateError, WorkerError
+from superoffload.errors import ArgumentError, DeviceError, StateError, WorkerError
+from superoffload.host.environment import DEVICE_TIMEOUT, device_timeout
 from superoffload.links.cuda.link import CudaLink, CudaOptions
 from tests.support.adamw_training import batch, python, train
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device
@@ -147,3 +148,13 @@ def test_a_packing_that_is_tried_again_waits_for_gradients_of_other_streams(fake
         optimizer.step()
         assert optimizer.grad_norm == 320.0
         fake.synchronize(side)
+
+
+def test_a_bad_timeout_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICE_TIMEOUT, "soon")
+    with pytest.raises(ArgumentError, match=f"{DEVICE_TIMEOUT}='soon'"):
+        device_timeout()
+    monkeypatch.setenv(DEVICE_TIMEOUT, "12.5")
+    assert device_timeout() == 12.5
+    monkeypatch.setenv(DEVICE_TIMEOUT, "")
+    assert device_timeout() == CudaOptions.timeout_seconds

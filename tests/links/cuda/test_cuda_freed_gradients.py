@@ -172,3 +172,18 @@ def test_reading_before_and_after_step(fake: Fake) -> None:
     with taken_back() as taken:
         check(fake, read, torch.float32)
     assert not taken
+
+
+def test_what_was_added_or_set_to_zero_takes_no_memory(fake: Fake) -> None:
+    def freed(model: nn.Module) -> list[bool]:
+        return [packed is not None and packed.in_memory is None for packed in map(packed_in, grads_of(model))]
+
+    def program(model: nn.Module, optimizer: AdamW) -> None:
+        batch(model, 0).backward()
+        batch(model, 1).backward()
+        assert freed(model) == [True] * 6
+        train(model, optimizer, range(2))
+        optimizer.zero_grad(set_to_none=False)
+        assert freed(model) == [True] * 6
+
+    run(program, fake=fake)

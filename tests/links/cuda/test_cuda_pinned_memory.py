@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,14 +17,17 @@ from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.errors import DeviceError
+from superoffload.links.cuda import link as cuda_link
 from superoffload.links.cuda.pinned import free_bytes, node_of
 from tests.support.adamw_training import batch, train
-from tests.support.fake_cuda import Fake, garbage_like
+from tests.support.fake_cuda import Fake, garbage_like, on_fake_device
 from tests.support.fake_cuda_training import (
     blocks_of,
+    branches,
     deep_model,
     host_digests,
     quick_collections,
+    run,
     training,
 )
 from tests.support.fp32_gradients import add_to_main_grad
@@ -183,3 +187,49 @@ def test_sums_of_bits_that_a_failed_packing_writes(fake: Fake) -> None:
             fake.synchronize(stream)
         (owned,) = (tensor for tensor in link.fake_device.kept if tensor.data_ptr() == address)
         assert torch.equal(owned, garbage_like(owned)), "what its next owner has written"
+
+
+def test_host_memory_that_is_refused_is_a_device_error(fake: Fake) -> None:
+    with (
+        training(fake) as (_, optimizer),
+        mock.patch.object(cuda_link, "PinnedArena", side_effect=MemoryError),
+        pytest.raises(DeviceError, match="the host is out of memory; close other programs"),
+    ):
+        optimizer._engine.link.prepare(optimizer._engine.buckets, anew=False)
+
+
+def test_memory_that_is_refused_when_buckets_are_laid_out_anew(fake: Fake) -> None:
+    """After the first step buckets follow the observed order. The step is done; no gradient is lost afterwards."""
+
+    def backward(model: nn.Module, seed: int) -> None:
+        model(torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+
+    def program(model: nn.Module, optimizer: AdamW) -> None:
+        for seed in range(3):
+            optimizer.zero_grad()
+            backward(model, seed)
+            optimizer.step()
+
+    expected = run(program, torch.float32, branches).digests
+    model = branches(torch.float32)
+    with on_fake_device(fake) as links, AdamW(model.parameters(), threads=1, bucket_numel=1024) as optimizer:
+        backward(model, 0)
+        optimizer.step()
+        fake.synchronize()
+        assert optimizer.stats()["steps"] == 1
+        links[0].fake_device.refused = 3
+        with pytest.raises(DeviceError, match="out of memory"):  # now what was packed is not needed any more
+            optimizer.zero_grad()
+        for seed in (1, 2):
+            while True:
+                optimizer.zero_grad()
+                fake.synchronize()
+                try:
+                    backward(model, seed)
+                    break
+                except DeviceError as error:
+                    assert "out of memory" in str(error)
+            optimizer.step()
+        fake.synchronize()
+        assert links[0].fake_device.refused == 0
+        assert optimizer.state_digests() == expected

@@ -15,10 +15,12 @@ from torch import nn
 
 from superoffload import AdamW
 from superoffload.engine.bucket import Shard
-from superoffload.engine.placement import move_state
-from superoffload.errors import DeviceError, KernelsUnavailable, StateError, TornStep
-from tests.support.adamw_training import batch, model_of, train
-from tests.support.fake_cuda import Fake, on_fake_device
+from superoffload.engine.placement import move_state, placer_for
+from superoffload.errors import DeviceError, HostMemoryError, KernelsUnavailable, StateError, TornStep
+from superoffload.host.memory import refused
+from superoffload.links.host import HostLink
+from tests.support.adamw_training import batch, train
+from tests.support.fake_cuda import Fake
 from tests.support.fake_cuda_training import (
     LATE,
     deep_model,
@@ -101,14 +103,10 @@ def test_state_that_finds_no_room_stays_where_it_was(fake: Fake) -> None:
     assert found.digests == expected.digests
 
 
-def test_without_kernels_it_is_refused(fake: Fake) -> None:
-    model = model_of(torch.float32)
-    with (
-        on_fake_device(fake, image=b""),
-        mock.patch("superoffload.engine.placement._on_cpu", lambda params: False),
-        pytest.raises(KernelsUnavailable, match=r"placement=\{'gpu_fraction': 0.5\}: .*make NVRTC available"),
-    ):
-        AdamW(model.parameters(), placement=HALF)
+def test_without_kernels_it_is_refused() -> None:
+    elsewhere = [torch.empty(3, device="meta")]
+    with pytest.raises(KernelsUnavailable, match=r"placement=\{'gpu_fraction': 0.5\}: .*make NVRTC available"):
+        placer_for(0.5, HostLink(), elsewhere)
 
 
 @pytest.mark.parametrize(
@@ -153,3 +151,31 @@ def test_pinned_memory_and_memory_of_the_device_are_given_back(fake: Fake) -> No
             assert device.memory.active > device_bytes
         assert len(asleep) == 1  # nothing grows
         assert len(set(awake[1:])) == 1
+
+
+def test_host_or_device_without_room_at_wake_leaves_it_asleep(fake: Fake) -> None:
+    with training(fake, placement=HALF) as (model, optimizer):
+        before, placed = optimizer.state_digests(), optimizer.stats()["params_on_device"]
+        assert placed > 0
+        optimizer.sleep()
+        gc.collect()
+        pinned = fake.registered_bytes()
+        with (
+            mock.patch("superoffload.engine.layout.shared_journals", side_effect=refused(1 << 30, "a test")),
+            pytest.raises(HostMemoryError, match=r"wake\(\): .*still asleep"),
+        ):
+            optimizer.wake()
+        assert (fake.registered_bytes(), optimizer.stats()["params_on_device"]) == (pinned, 0)
+        with (
+            mock.patch("superoffload.engine.layout.move_state", side_effect=out_of_memory()),
+            pytest.raises(DeviceError, match=r"wake\(\): .*no room on the device.*still asleep"),
+        ):
+            optimizer.wake()
+        with pytest.raises(StateError, match="asleep"):
+            optimizer.step()
+        optimizer.wake()
+        fake.synchronize()
+        assert (optimizer.state_digests(), optimizer.stats()["params_on_device"]) == (before, placed)
+        train(model, optimizer, range(2, 4))
+        fake.synchronize()
+        assert optimizer.state_digests() == host_digests(range(4))
