@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from benchmarks.accumulation import table
 from superoffload import AdamW
 from superoffload.engine.schedule import MODES
 from superoffload.errors import ArgumentError, StateError
+from superoffload.optimizer import accumulation
 from superoffload.optimizer.accumulation import check_fp32_sums
 from tests.support.adamw_training import batch, check_counters, model_of
 from tests.support.checkout import ROOT
@@ -196,3 +198,32 @@ def test_a_torch_that_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
         check_fp32_sums([("w", param)], None)
     param.main_grad = torch.zeros(2)
     check_fp32_sums([("w", param), ("b", SimpleNamespace(dtype=torch.float32))], None)
+
+
+@needs_grad_dtype
+def test_memory_that_is_refused_while_a_gradient_changes_its_dtype() -> None:
+    """Before, nothing has changed; behind, one gradient is gone, which shows, and everything else is set back."""
+    convert = accumulation._in_dtype
+    left = [2]  # calls until one is refused
+
+    def refused(*args: Any) -> Tensor:
+        left[0] -= 1
+        if left[0] == 0:
+            raise torch.OutOfMemoryError("refused")
+        return convert(*args)
+
+    model = model_of(torch.bfloat16)
+    params = parameters_of(model)
+    batch(model, 0).backward()
+    values = [param.grad.clone() for param in params]
+    with mock.patch.object(accumulation, "_in_dtype", refused), pytest.raises(torch.OutOfMemoryError):
+        AdamW(params, threads=1, accumulate_dtype="fp32")
+    assert _dtypes(params) == [torch.bfloat16] * 6
+    assert all(torch.equal(param.grad, value) for param, value in zip(params, values, strict=True))
+    optimizer = AdamW(params, threads=1, accumulate_dtype="fp32")
+    left[0] = 2
+    with mock.patch.object(accumulation, "_in_dtype", refused):
+        optimizer.close()
+    assert _dtypes(params) == [torch.bfloat16] * 6
+    kept = [(param.grad, value) for param, value in zip(params, values, strict=True) if param.grad is not None]
+    assert len(kept) == 5 and all(torch.equal(grad, value) for grad, value in kept)

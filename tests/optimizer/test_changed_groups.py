@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from superoffload import AdamW
 from superoffload.errors import ArgumentError, HostMemoryError, StateError
-from tests.support.adamw_training import batch, model_of, train
+from tests.support.adamw_training import TorchAdamW, assert_trained_alike, batch, check_counters, model_of, train
 
 Optimizer = Any
 Change = Callable[[Any, Optimizer], object]
@@ -102,3 +102,66 @@ def test_names_that_no_longer_fit_a_group_are_not_given_to_other_parameters(chan
         train(model, optimizer, range(1))
         names = [shard.name for shard in optimizer._engine.shards]
     assert names == [f"param_groups[0]['params'][{index}]" for index in range(len(params))]
+
+
+def replaced_with_state(model: Any, optimizer: Optimizer) -> None:
+    """A weight is pruned and grown, and its state with it."""
+    layer = model[0]
+    old = layer.weight
+
+    def grown(tensor: Tensor, like: Tensor) -> Tensor:
+        return torch.cat([tensor.detach()[:40], like])
+
+    new = nn.Parameter(grown(old, 0.5 * old.detach()[8:16]))
+    new.grad = None if old.grad is None else grown(old.grad, old.grad[8:16])
+    state = optimizer.state[old]
+    for name in ("exp_avg", "exp_avg_sq"):
+        state[name] = state[name][:20]  # of another shape in between
+        state[name] = torch.cat([state[name], torch.zeros(28, 16)])
+    del optimizer.state[old]
+    layer.weight = optimizer.param_groups[0]["params"][0] = new
+    optimizer.state[new] = state
+
+
+def run(change: Change, before_backward: bool, make: Callable[[list[dict[str, Any]]], Optimizer]) -> nn.Module:
+    model = model_of()
+    optimizer = make(groups_of(model))
+    train(model, optimizer, range(2))
+    optimizer.zero_grad()
+    if before_backward:
+        change(model, optimizer)
+    batch(model, 2).backward()
+    if not before_backward:
+        change(model, optimizer)
+    optimizer.step()
+    for param in model.parameters():  # also those that the optimizer has no more
+        param.grad = None
+    train(model, optimizer, range(3, 6))
+    optimizer.close()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "before_backward"),
+    [
+        (moved, True),  # more of these: tests/fuzz
+        (replaced_with_state, True),
+        (replaced_with_state, False),
+    ],
+)
+def test_groups_are_followed_as_in_torch(change: Change, before_backward: bool) -> None:
+    digests = []
+    for mode in ("always", "never"):
+        made: list[AdamW] = []
+
+        def make(groups: list[dict[str, Any]], mode: str = mode, made: list[AdamW] = made) -> AdamW:
+            made.append(AdamW(groups, speculation=mode, max_grad_norm=100.0, threads=2, bucket_numel=1024))
+            return made[-1]
+
+        ours = run(change, before_backward, make)
+        check_counters(made[0])
+        assert made[0].stats()["steps"] == 6
+        digests.append(made[0].state_digests())
+    assert digests[0] == digests[1]
+    theirs = run(change, before_backward, lambda groups: TorchAdamW(groups, max_grad_norm=100.0))
+    assert_trained_alike(ours, theirs)

@@ -96,6 +96,9 @@ WRONG: dict[str, Any] = {
     "a bare tensor": params()[0],
     "a list in a list": [params()],
     "a parameter among groups": [{"params": params()}, *params()],
+    "a number": 5,
+    "a group of a number": [{"params": 5}],
+    "a set in a group": [{"params": set(params())}],
     "a name without a parameter": [("weight", 1)],
 }
 

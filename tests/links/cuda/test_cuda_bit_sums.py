@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -167,3 +167,33 @@ def test_edits_of_gradients_that_are_kept_are_seen_in_what_was_packed(fake: Fake
     plain, edited = with_main_grads(fake, edited=False), with_main_grads(fake, edited=True)
     assert (plain[1], edited[1]) == (0, 1)
     assert edited[0] == with_main_grads(fake, edited=True, host=True)[0] != plain[0]
+
+
+def test_a_step_is_done_also_where_there_is_no_room_for_sums(fake: Fake) -> None:
+    """Then the values count as unknown: a write that follows is kept, and nothing else changes."""
+
+    def digests(synchronize: Callable[[], None], refuse: Callable[[AdamW], None]) -> dict[str, str]:
+        model = model_of(torch.bfloat16)
+        model.register_forward_pre_hook(lambda *_: synchronize())
+        with AdamW(model.parameters(), threads=2) as optimizer:
+            train(model, optimizer, [0])
+            optimizer.zero_grad()
+            batch(model, 1).backward()
+            refuse(optimizer)
+            optimizer.step()
+            assert optimizer.stats()["steps"] == 2
+            synchronize()
+            halved(next(model.parameters()), told=False)
+            train(model, optimizer, [2])
+            synchronize()
+            return optimizer.state_digests()
+
+    with on_host():
+        expected = digests(lambda: None, lambda optimizer: None)
+    with on_fake_device(fake) as links:
+
+        def refuse(_: AdamW) -> None:
+            links[0].fake_device.refused = 1
+
+        assert digests(fake.synchronize, refuse) == expected
+        assert links[0].fake_device.refused == 0

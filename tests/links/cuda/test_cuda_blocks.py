@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -236,3 +237,14 @@ def test_gradients_that_are_kept_leave_no_room(fake: Fake, expected: dict[str, s
     used: list[int] = []
     assert digests_with(fake, lambda *now: used.append(blocks_of(now[2])), keep_grads=True) == expected
     assert not any(used)
+
+
+def test_an_error_that_is_not_about_memory_is_told(fake: Fake) -> None:
+    with training(fake, model=deep_model(torch.bfloat16)) as (model, optimizer):
+        link: Any = optimizer._engine.link
+        optimizer.zero_grad()
+        with (
+            mock.patch.object(link.fake_device, "empty", side_effect=RuntimeError("CUDA error: launch failed")),
+            pytest.raises(RuntimeError, match=r"packing .*launch failed"),
+        ):
+            batch(model, 2).backward()
