@@ -91,7 +91,6 @@ CASES: dict[str, tuple[Run, Any]] = {
     "fsdp2, empty shards": (Run(case=Case(layers=1, width=1)), HALF),
     "fsdp2, tied": (Run(case=Case(tied=True), options={"speculation": "always", "rank_check": "full"}), "auto"),
     "ddp": (Run("ddp", Case(torch.bfloat16), {"speculation": "never", "rank_check": {"full": 5}}), "auto"),
-    "ddp, on demand": (Run("ddp", options={"delivery": "on_demand"}), HALF),
     "spread": (Run("spread", options={"rank_check": "full"}), HALF),
 }
 

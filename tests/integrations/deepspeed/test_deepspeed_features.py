@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 import weakref
 from collections import Counter
@@ -147,28 +146,6 @@ def two_engines() -> None:
 
 def test_two_engines_in_one_process(two_ranks: Ranks) -> None:
     two_ranks.run(two_engines)
-
-
-def processors(threads: int | None) -> tuple[list[int], int, int]:
-    """Of this rank's worker threads, how many threads an engine then has, how many processors there are."""
-    import torch.distributed as dist
-
-    from superoffload.integrations.deepspeed.partitions import cpus_of_this_rank
-
-    engine = _engine(**({} if threads is None else {"threads": threads}))
-    found, _ = cpus_of_this_rank(threads, [torch.zeros(1)], dist.group.WORLD, None)
-    running = engine.optimizer.parts.driver.engine.pool.threads
-    end(engine)
-    return found, running, len(os.sched_getaffinity(0))
-
-
-@pytest.mark.parametrize("threads", [None, 3])
-def test_ranks_share_the_processors(threads: int | None, two_ranks: Ranks) -> None:
-    (one, running, there), (other, *_) = two_ranks.run(processors, threads)
-    assert running == len(one) == (threads or running)
-    if there >= 2:
-        bound, others = set(one) - {-1}, set(other) - {-1}  # -1: more threads than processors
-        assert bound and others and not bound & others
 
 
 def _of_threads(name: str) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -99,15 +98,10 @@ READERS = {
 }
 
 
-def read_after_steps(
-    options: dict[str, Any], threshold: int, crowded: bool = False
-) -> tuple[dict[str, Any], list[bool]]:
+def read_after_steps(options: dict[str, Any], threshold: int) -> tuple[dict[str, Any], list[bool]]:
     """What each reader sees after each of two steps, and whether something was not delivered yet when it looked."""
-    from superoffload.integrations.deepspeed import partitions
-
     scenario = Scenario({"clip": CLIP_SOME, "zero": {"stage3_param_persistence_threshold": threshold}})
-    with mock.patch.object(partitions, "is_crowded", lambda everyone: crowded):
-        engine = scenario.engine(OURS, options)
+    engine = scenario.engine(OURS, options)
     seen: dict[str, Any] = {}
     outstanding: list[bool] = []
     scenario.train(engine, range(3))  # in which the rank checks read everything
@@ -131,41 +125,6 @@ def test_readers_see_fresh_values(threshold: int, two_ranks: Ranks) -> None:
         assert all(outstanding), "nothing was outstanding, so nothing was tested"
         for name, values in expected.items():
             assert all(torch.equal(a, b) for a, b in zip(values, found[name], strict=True)), name
-
-
-def test_nothing_is_left_for_later_where_it_would_be_in_the_way(two_ranks: Ranks) -> None:
-    """Where there are more ranks than processors."""
-    for _, outstanding in two_ranks.run(read_after_steps, WAITING_LATER, 0, crowded=True):
-        assert not any(outstanding)
-
-
-def test_before_0_19_8_parameters_are_gathered_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A blocking gather of several waited for the last of them only, and gloo ends them in any order."""
-    import deepspeed
-
-    from superoffload.integrations.deepspeed.partitions import Readers, gathers_wait_for_the_last_only
-
-    for release, waits_for_last in (("0.18.0", True), ("0.19.7+cpu", True), ("0.19.8", False), ("0.20.0", False)):
-        monkeypatch.setattr(deepspeed, "__version__", release)
-        assert gathers_wait_for_the_last_only() == waits_for_last
-    monkeypatch.setattr(deepspeed, "__version__", "0.19.7")
-    calls: list[tuple[list[Any], bool]] = []
-
-    class Partitioned:
-        ds_id = 0
-        partition = all_gather_coalesced = None
-
-        def all_gather(self, param_list: Any = None, async_op: bool = False) -> None:
-            calls.append((param_list, async_op))
-
-    one, other = Partitioned(), Partitioned()
-    readers = Readers([one, other], before_gather=None, after_update=lambda params: None)
-    one.all_gather()
-    one.all_gather(param_list=[one, other])
-    one.all_gather([one, other], async_op=True)
-    assert calls == [([one], False), ([one], False), ([other], False), ([one, other], True)]
-    readers.close()
-    assert one.all_gather == Partitioned.all_gather.__get__(one), "unwrapped"
 
 
 def change(engine: Any, what: str) -> None:
