@@ -18,7 +18,7 @@ from superoffload import AdamW
 from superoffload.integrations.fsdp2 import keep_reduced_gradients
 from tests.support.adamw_training import model_of
 from tests.support.fp32_gradients import add_to_main_grad, by_kernels, needs_grad_dtype, parameters_of, precise_loss
-from tests.support.rank_processes import BF16, data_rank, error_of, flat_mesh, net, on_ranks, optimizer_of, shard
+from tests.support.rank_processes import BF16, data_rank, error_of, flat_mesh, net, on_ranks, shard
 
 from tests.support.rank_processes import tokens_of, whole  # isort: skip
 
@@ -91,27 +91,6 @@ def accumulated(synced: bool, kept: bool, mode: str, compares: bool) -> dict[str
 def test_micro_batches_add_up_in_fp32_and_speculation_changes_nothing(synced: bool) -> None:
     always = on_ranks(2, accumulated, synced, synced, "always", False)
     assert always == on_ranks(2, accumulated, synced, not synced, "never", True)
-
-
-def held_twice() -> None:
-    model, plain, unused = sharded_net(), sharded_net(), sharded_net()
-    first = AdamW(trained_of(model), threads=1, model=model, **ASKED)
-    with optimizer_of(model, **ASKED) as second, optimizer_of(unused, **ASKED):
-        first.close()
-        window(model, 0, synced=True)
-        assert {param.grad.dtype for param in trained_of(model)} == {torch.float32}
-        second.step()
-        second.zero_grad()
-    for one in (model, plain, unused):
-        one.load_state_dict(plain.state_dict())
-        window(one, 0, synced=True)
-        assert {param.grad.dtype for param in trained_of(one)} == {torch.bfloat16}
-    assert all(same(gradients_of(one), gradients_of(plain)) for one in (model, unused)), "torch's own again"
-
-
-@needs_grad_dtype
-def test_the_last_optimizer_takes_back_what_fsdp2_was_told() -> None:
-    on_ranks(2, held_twice)
 
 
 def sharded_later(named: bool) -> str:
@@ -221,19 +200,3 @@ def test_main_grad_under_ddp() -> None:
     """What the reduction hands over is not the gradient yet."""
     (ours, speculated), (theirs, _) = (on_ranks(2, by_ddp, given)[0] for given in (True, False))
     assert same(ours, theirs) and speculated == 0
-
-
-def unreduced() -> str:
-    """Each has a main_grad of its own, and steps a part of the parameters."""
-    model = model_of(torch.bfloat16)
-    by_kernels(model)
-    with AdamW(model.parameters(), threads=1, replicated="shard", rank_timeout=20.0) as optimizer:
-        precise_loss(model, dist.get_rank()).backward()
-        for param in model.parameters():
-            param.grad = None
-        return error_of(optimizer.step)
-
-
-def test_a_main_grad_that_was_not_reduced_is_refused() -> None:
-    for error in on_ranks(2, unreduced):
-        assert "gradient" in error and "RankError" in error

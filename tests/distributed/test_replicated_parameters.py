@@ -141,29 +141,22 @@ def warnings_of(**options: Any) -> list[str]:
 
 
 def whose_norms() -> list[list[str]]:
-    """Of three ranks, two are a group; then each on its own; then all; and a group whose threshold comes later."""
+    """Of three ranks, two are a group; then all; and a group whose threshold comes later."""
     stage, rest, everyone = [dist.new_group(ranks) for ranks in ([0, 1], [2], [0, 1, 2])]
     mine = stage if dist.get_rank() < 2 else rest
-    return [
-        warnings_of(process_group=mine, max_grad_norm=1.0),
-        warnings_of(replicated="local", max_grad_norm=1.0),
-        warnings_of(process_group=everyone, max_grad_norm=1.0),
-        warnings_of(max_grad_norm=1.0),
-        warnings_of(process_group=mine),
-    ]
+    of_all = warnings_of(process_group=everyone, max_grad_norm=1.0)
+    return [warnings_of(process_group=mine, max_grad_norm=1.0), of_all, warnings_of(process_group=mine)]
 
 
 def test_clipping_by_the_norm_of_some_ranks_is_said_once() -> None:
     first, second, third = on_ranks(3, whose_norms)
-    of_the_group = "max_grad_norm=1 clips by the norm of the gradients on rank 0, 1 alone (2 of 3)"
-    assert of_the_group in first[0][0] and first[0][0].startswith("made: superoffload: max_grad_norm")
+    words = "made: superoffload: max_grad_norm=1 clips by the norm of the gradients on rank 0, 1 alone (2 of 3)"
+    assert first[0][0].startswith(words)
     assert second[0] == [], "the group's first rank has said it"
-    assert "rank 2 alone (1 of 3)" in third[0][0] and "the other 2 " in third[0][0]
-    for rank, said in enumerate((first, second, third)):
-        assert f"rank {rank} alone (1 of 3)" in said[1][0] and "as in the whole model" in said[1][0]
-        assert said[2] == said[3] == []
-    assert first[4][0].startswith("set: superoffload: max_grad_norm=2 ")
-    assert third[4][0].startswith("set: ")
+    assert "rank 2 alone (1 of 3)" in third[0][0]
+    for said in (first, second, third):
+        assert said[1] == []
+    assert first[2][0].startswith("set: superoffload: max_grad_norm=2 ")
 
 
 def no_sync() -> tuple[bool, bool, str]:

@@ -119,7 +119,7 @@ def carried(way: str, first: str, second: str) -> None:
 
 @pytest.mark.parametrize(
     ("way", "first", "second"),
-    [("fsdp2", "split", "fp32"), ("shard", "fp32", "split"), ("replicate", "split", "split")],
+    [("fsdp2", "split", "fp32"), ("shard", "fp32", "split")],
 )
 def test_the_full_check_knows_both_roundings(way: str, first: str, second: str) -> None:
     on_ranks(2, carried, way, first, second)
