@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 from superoffload import AdamW
-from superoffload.distributed.ownership import Box, OwnersTable, check_strided, dtensor_holding, misfit
+from superoffload.distributed.ownership import Box, OwnersTable, check_strided, dtensor_holding, like_parameter, misfit
 from superoffload.errors import ArgumentError
+from superoffload.host.tensors import local_of
 from tests.support.meshes import LAYOUTS, laid_out, whole_model
 from tests.support.rank_processes import error_of, mesh_of, on_ranks
 
@@ -108,3 +111,17 @@ def a_torch_that_gathers_otherwise() -> str:
 def test_another_meaning_of_strided_shard_is_found() -> None:
     for message in on_ranks(4, a_torch_that_gathers_otherwise):
         assert "w: torch" in message and "gathers dimension 0" in message and "[0, 1, 4, 5, 2, 3, 6, 7]" in message
+
+
+def test_state_of_a_dtensor_stays_where_it_is(tmp_path: Path) -> None:
+    """`from_local` would move it to the mesh's device; here the mesh is the CPU's, so the state is on another one."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        param = distribute_tensor(torch.randn(6, 4).bfloat16(), init_device_mesh("cpu", (1,)), [Shard(0)])
+        for device in ("cpu", "meta"):
+            state: Any = like_parameter(param, dtensor_holding("weight", param), torch.zeros(24, device=device))
+            assert state.shape == param.shape and state.dtype is torch.float32
+            assert state.placements == param.placements and state.device_mesh == param.device_mesh
+            assert local_of(state).device.type == device
+    finally:
+        dist.destroy_process_group()

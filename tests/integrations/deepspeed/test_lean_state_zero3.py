@@ -25,6 +25,8 @@ WAYS: dict[str, dict[str, Any]] = {
 def trained(name: str, form: str, way: str, **options: Any) -> dict[str, Any]:
     scenario = SCENARIOS[name]
     engine = scenario.engine(OURS, {**FORMS[form], **WAYS[way], **options})
+    for partition in engine.optimizer.parts.driver.partitions.values():  # the noise counts elements of the whole
+        assert partition.shard.offset == torch.distributed.get_rank() * partition.padded.numel()
     record = scenario.train(engine, range(6))
     found = {
         "record": repr(record),  # with NaN, which equals nothing

@@ -127,6 +127,35 @@ def test_readers_see_fresh_values(threshold: int, two_ranks: Ranks) -> None:
             assert all(torch.equal(a, b) for a, b in zip(values, found[name], strict=True)), name
 
 
+def test_before_0_19_8_parameters_are_gathered_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A blocking gather of several waited for the last of them only, and gloo ends them in any order."""
+    import deepspeed
+
+    from superoffload.integrations.deepspeed.partitions import Readers, gathers_wait_for_the_last_only
+
+    for release, waits_for_last in (("0.18.0", True), ("0.19.7+cpu", True), ("0.19.8", False), ("0.20.0", False)):
+        monkeypatch.setattr(deepspeed, "__version__", release)
+        assert gathers_wait_for_the_last_only() == waits_for_last
+    monkeypatch.setattr(deepspeed, "__version__", "0.19.7")
+    calls: list[tuple[list[Any], bool]] = []
+
+    class Partitioned:
+        ds_id = 0
+        partition = all_gather_coalesced = None
+
+        def all_gather(self, param_list: Any = None, async_op: bool = False) -> None:
+            calls.append((param_list, async_op))
+
+    one, other = Partitioned(), Partitioned()
+    readers = Readers([one, other], before_gather=None, after_update=lambda params: None)
+    one.all_gather()
+    one.all_gather(param_list=[one, other])
+    one.all_gather([one, other], async_op=True)
+    assert calls == [([one], False), ([one], False), ([other], False), ([one, other], True)]
+    readers.close()
+    assert one.all_gather == Partitioned.all_gather.__get__(one), "unwrapped"
+
+
 def change(engine: Any, what: str) -> None:
     from deepspeed import utils
 
