@@ -18,9 +18,18 @@ from superoffload import AdamW
 from superoffload.integrations.fsdp2 import keep_reduced_gradients
 from tests.support.adamw_training import model_of
 from tests.support.fp32_gradients import add_to_main_grad, by_kernels, needs_grad_dtype, parameters_of, precise_loss
-from tests.support.rank_processes import BF16, data_rank, error_of, flat_mesh, net, on_ranks, shard
-
-from tests.support.rank_processes import tokens_of, whole  # isort: skip
+from tests.support.rank_processes import (
+    BF16,
+    data_rank,
+    error_of,
+    flat_mesh,
+    net,
+    on_ranks,
+    optimizer_of,
+    shard,
+    tokens_of,
+    whole,
+)
 
 MICROS = 4
 ASKED: dict[str, Any] = {"accumulate_dtype": "fp32"}
@@ -91,6 +100,27 @@ def accumulated(synced: bool, kept: bool, mode: str, compares: bool) -> dict[str
 def test_micro_batches_add_up_in_fp32_and_speculation_changes_nothing(synced: bool) -> None:
     always = on_ranks(2, accumulated, synced, synced, "always", False)
     assert always == on_ranks(2, accumulated, synced, not synced, "never", True)
+
+
+def held_twice() -> None:
+    model, plain, unused = sharded_net(), sharded_net(), sharded_net()
+    first = AdamW(trained_of(model), threads=1, model=model, **ASKED)
+    with optimizer_of(model, **ASKED) as second, optimizer_of(unused, **ASKED):
+        first.close()
+        window(model, 0, synced=True)
+        assert {param.grad.dtype for param in trained_of(model)} == {torch.float32}
+        second.step()
+        second.zero_grad()
+    for one in (model, plain, unused):
+        one.load_state_dict(plain.state_dict())
+        window(one, 0, synced=True)
+        assert {param.grad.dtype for param in trained_of(one)} == {torch.bfloat16}
+    assert all(same(gradients_of(one), gradients_of(plain)) for one in (model, unused)), "torch's own again"
+
+
+@needs_grad_dtype
+def test_the_last_optimizer_takes_back_what_fsdp2_was_told() -> None:
+    on_ranks(2, held_twice)
 
 
 def sharded_later(named: bool) -> str:
