@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import re
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,8 +13,8 @@ from torch import nn
 
 from superoffload import AdamW, checkpoints
 from superoffload.checkpoints.tensor_files import TensorFile
-from superoffload.engine.snapshot import ShardState, Snapshot
-from superoffload.errors import DiskError, StateError
+from superoffload.engine.snapshot import Snapshot
+from superoffload.errors import StateError
 from tests.support.adamw_training import model_of, train
 from tests.support.over_stand_in import only_over_stand_in
 from tests.support.saved_runs import Run, assert_same
@@ -105,33 +101,6 @@ def assert_resumes(folder: Path, expected: Any, dtype: torch.dtype = torch.float
     other.optimizer.close()
 
 
-def test_copies_of_resident_shards_count_until_they_are_written() -> None:
-    """12 bytes of state per element; the first shard's state is on the accelerator."""
-
-    def shard(index: int, numel: int) -> Any:
-        state = {name: torch.zeros(numel) for name in ("master", "exp_avg", "exp_avg_sq")}
-        return SimpleNamespace(index=index, resident=index == 0, upper=None, **state)
-
-    shards = [shard(0, 10), shard(1, 5)]
-    for memory, most in ((180, 180), (179, 120), (0, 120)):
-        snapshot, read = Snapshot(shards, memory), list[int]()
-        assert snapshot.largest_extra == 120
-        if most == 180:
-            snapshot.protect(shards)  # there is room: returns at once
-        snapshot.read_all(lambda index, _: read.append(index))  # noqa: B023
-        assert read == [0, 1] and snapshot.largest_extra == most
-        snapshot.protect(shards)  # all is read
-    three = [shard(index, 10) for index in range(3)]
-    snapshot = Snapshot(three, 120)
-
-    def protect_next(index: int, _: ShardState) -> None:
-        if index == 1:
-            snapshot.protect(three[2:])  # would wait for ever for the thread that reads, were there no room
-
-    snapshot.read_all(protect_next)
-    assert snapshot.largest_extra == 120
-
-
 @pytest.mark.over_stand_in
 @pytest.mark.parametrize(("mode", "master"), [("always", "split"), ("never", "fp32")])
 def test_training_goes_on_while_a_checkpoint_is_written(
@@ -176,35 +145,6 @@ def test_a_frozen_parameter_written_meanwhile_is_an_error(tmp_path: Path, held: 
     with pytest.raises(StateError, match=r"frozen.weight: written to while it was saved"):
         saving.wait(60)
     assert list(tmp_path.iterdir()) == []
-    run.optimizer.close()
-
-
-def test_a_full_disk_leaves_the_checkpoint_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A quota that is used up is one too."""
-    number, reason = errno.EDQUOT, os.strerror(errno.EDQUOT)
-    run = Run(0, torch.float32)
-    run.steps(range(2))
-    checkpoints.save(tmp_path / "step-2", run.model, run.optimizer, extra=run.extra())
-    before = run.everything()
-    run.steps(range(2, 3))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", mock.Mock(side_effect=OSError(number, reason)))
-        words = rf"step-3: not saved \({reason}; [\d,]+ bytes were to be written, [\d,]+ bytes are free"
-        with pytest.raises(DiskError, match=words + ".* free some space .* or save to another place") as caught:
-            checkpoints.save(tmp_path / "step-3", run.model, run.optimizer)
-        assert caught.value.errno == number
-        saving = checkpoints.save_in_background(tmp_path / "step-3", run.model, run.optimizer)
-        run.steps(range(3, 5))  # does not wait for what will not come
-        for _ in range(2):  # it was not saved, however often one asks
-            with pytest.raises(DiskError, match=reason):
-                saving.wait(60)
-        with pytest.raises(DiskError, match=rf"model.safetensors: not saved \({reason}.* [\d,]+ bytes were to"):
-            checkpoints.export_weights(tmp_path, run.model, run.optimizer)
-        assert re.search(f"saving .*step-3 in the background failed: .*{reason}", caplog.text)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
-    assert_resumes(tmp_path / "step-2", before)
     run.optimizer.close()
 
 

@@ -19,9 +19,17 @@ from superoffload.optimizer import state_dict
 from tests.support.adamw_training import Reordered, TorchAdamW, model_of, train
 from tests.support.carried_state import Carry, as_dict, in_a_folder, in_the_background, through_a_file
 from tests.support.fake_cuda import on_host
-from tests.support.split_masters import SPLIT, assert_split, away, bits_of, same_bits, same_states, shard_of
-
-from tests.support.split_masters import state_of, tied  # isort: skip
+from tests.support.split_masters import (
+    SPLIT,
+    assert_split,
+    away,
+    bits_of,
+    same_bits,
+    same_states,
+    shard_of,
+    state_of,
+    tied,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -6,17 +6,13 @@ import math
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import pytest
-from torch import Tensor
 
-from superoffload.errors import ArgumentError, SuperOffloadError
-from tests.convergence import pipeline_stages
-from tests.convergence.compare import stray, tolerance_of, unequal
+from superoffload.errors import ArgumentError
+from tests.convergence.compare import stray, unequal
 from tests.convergence.distributed_run import Curve, run
 from tests.convergence.engines import setup_for
-from tests.convergence.pipeline_stages import PipelineStages
 from tests.convergence.setup import Setup
 from tests.convergence.short_runs import SHORT, mutated
 from tests.convergence.suite import Result, compare, single_runs
@@ -96,33 +92,6 @@ def test_a_planted_fault_is_caught(engine: str, fault: str) -> None:
     assert all(found), found
 
 
-class Dividing(PipelineStages):
-    """Leaves it to the schedule to divide by the number of micro-batches, as is its default."""
-
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return super()._loss(logits, targets) * self.setup.micro_batches
-
-    def _make_schedule(self) -> Any:
-        schedule = super()._make_schedule()
-        schedule.scale_grads = True
-        return schedule
-
-
-def run_dividing(setup: Setup, speculation: str) -> Curve:
-    with mock.patch.object(pipeline_stages, "PipelineStages", Dividing):
-        return run(setup, "pp", speculation)
-
-
-def test_gradients_that_the_schedule_divides_are_taken_as_they_are_at_step() -> None:
-    """Two micro-batches: dividing by 2 rounds nothing, so it does not matter when that is done."""
-    setup, ranks = Setup(steps=12, nan_step=7, inf_step=9, late_clips=(8, 11), digest_every=3), pool(2)
-    divided: list[Curve] = ranks.run(run_dividing, setup, "always")
-    plain: list[Curve] = ranks.run(run, setup, "pp", "never")
-    assert [curve.error for curve in divided] == ["", ""]
-    assert [curve.digests for curve in divided] == [curve.digests for curve in plain]
-    assert divided[0].stats["buckets_undone"] > 0
-
-
 def test_engines_and_batches_that_cannot_be_trained_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentError, match="not divisible by 3 ranks"):
         SHORT.rows(0, 3)
@@ -130,15 +99,3 @@ def test_engines_and_batches_that_cannot_be_trained_are_refused(monkeypatch: pyt
     for engine, remedy in (("deepspeed", "pip install deepspeed=="), ("titan", "pip install --no-deps -r req")):
         with pytest.raises(ArgumentError, match=f"engine={engine}: .* is not installed; {remedy}"):
             run(SHORT, engine, "never")
-
-
-def test_the_tolerance_is_how_far_runs_of_the_reference_differ() -> None:
-    runs = [Curve("never", losses=[5.0, 4.0 + order / 100], norms=[1.0, 1.0]) for order in range(6)]
-    tolerance = tolerance_of(runs)
-    assert stray(Curve("always", losses=[5.0, 4.09], norms=[1.0, 1.0]), tolerance) == []
-    (problem,) = stray(Curve("always", losses=[5.0, 4.2], norms=[1.0, 1.0]), tolerance)
-    assert problem.startswith("step 2: loss is 4.20000, with one process 4.02500")
-    assert len(stray(Curve("always", losses=[5.0, math.nan], norms=[1.0, 1.0]), tolerance)) == 1
-    runs[3].error = "step 4: RuntimeError: Loss is not finite"
-    with pytest.raises(SuperOffloadError, match="AdamW, which all else is compared with, has failed: step 4: Runt"):
-        tolerance_of(runs, "torchtitan's AdamW")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
-from superoffload import AdamW, checkpoints
+from superoffload import AdamW
 from superoffload.host.tensors import local_of
-from tests.support.rank_processes import flat_mesh, loss_of, mesh_of, net, on_ranks, optimizer_of, shard, whole
+from tests.support.rank_processes import flat_mesh, loss_of, mesh_of, net, on_ranks, optimizer_of, shard
 from tests.support.reference import adam, eight_bit
 from tests.support.reference.stochastic import noise
 from tests.support.split_masters import same_bits, shard_of
@@ -66,45 +65,6 @@ def differences_from_the_reference() -> list[str]:
 
 def test_shards_are_stepped_as_the_reference_says() -> None:
     assert on_ranks(2, differences_from_the_reference) == [[], []]
-
-
-def shards_of(optimizer: AdamW) -> list[tuple[Tensor, Tensor, Tensor]]:
-    return [(state["master"], state["exp_avg"], state["exp_avg_sq"]) for state in optimizer.state.values()]
-
-
-def saved_whole(folder: str) -> tuple[list[list[Tensor]], bool, bool]:
-    """Masters and moments. Whether other ranks of as many parts load their bits, and go on with the same ones."""
-    model, other = shard(wide_net(), flat_mesh()), shard(wide_net(seed=9), flat_mesh())
-    with optimizer_of(model, **EIGHT) as optimizer, optimizer_of(other, **EIGHT) as loaded:
-        stepped(model, optimizer, range(4))
-        stepped(other, loaded, range(2))
-        checkpoints.save(folder, model, optimizer)
-        wholes = [[whole(value) for value in values] for values in shards_of(optimizer)]
-        checkpoints.load(folder, other, loaded)
-        same = loaded.state_digests() == optimizer.state_digests()
-        for one, its in ((model, optimizer), (other, loaded)):
-            stepped(one, its, range(4, 6))
-        return wholes, same, loaded.state_digests() == optimizer.state_digests()
-
-
-def test_other_ranks_load_what_blocks_of_their_own_can_hold(tmp_path: Path) -> None:
-    """Blocks begin elsewhere then, so that small moments next to large ones may be rounded. Masters keep every bit."""
-    (wholes, *same), (_, *others) = on_ranks(2, saved_whole, str(tmp_path / "a"))
-    assert same == others == [True, True]
-    model = wide_net(seed=9)
-    forms = (eight_bit.EXP_AVG, eight_bit.EXP_AVG_SQ)
-    with optimizer_of(model, **EIGHT) as loaded:
-        checkpoints.load(tmp_path / "a", model, loaded)
-        for (master, *moments), (expected, *given) in zip(shards_of(loaded), wholes, strict=True):
-            assert same_bits(master, expected)
-            for found, saved, form in zip(moments, given, forms, strict=True):
-                values = saved.float().reshape(-1).numpy()
-                rounded = eight_bit.read(eight_bit.written(values, form), len(values), form)
-                np.testing.assert_array_equal(found.float().reshape(-1).numpy(), rounded)
-        with optimizer_of(model) as exact:
-            checkpoints.load(tmp_path / "a", model, exact)
-            for ours, theirs in zip(shards_of(exact), wholes, strict=True):
-                assert all(torch.equal(one.float(), other.float()) for one, other in zip(ours, theirs, strict=True))
 
 
 SHAPES = {"rows.weight": (64, 40), "columns.weight": (24, 70), "experts.weight": (4, 30, 28)}

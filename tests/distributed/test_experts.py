@@ -1,5 +1,5 @@
 """Experts without a token in a step, on every layout: what torch.optim.AdamW does with their gradients, None or zeros,
-in one process. Then experts that are slices of one tensor."""
+in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW
-from superoffload.errors import ArgumentError
 from tests.support.rank_processes import flat_mesh, mesh_of, on_ranks, whole
 
 EXPERTS, ROWS, COLUMNS = 4, 6, 5
@@ -141,21 +140,3 @@ def test_experts_without_a_gradient_are_left_alone(layout: str, count: int) -> N
 
 def test_experts_with_zeros_decay() -> None:
     check(on_ranks(4, both, one_big, "ep x rows"), zeros=True)
-
-
-def test_experts_that_are_slices_of_one_tensor() -> None:
-    """Each slice is a parameter; all lie in one storage, which a fused kernel reads as one tensor."""
-    storage = weights()
-    params = [nn.Parameter(one) for one in storage]
-    with AdamW(params, speculation="always", threads=1, bucket_numel=64, **HYPER) as optimizer:
-        for step, active in enumerate(TOKENS):
-            optimizer.zero_grad()
-            for number in active:
-                (params[number] * inputs(step)[number]).sum().backward()
-            optimizer.step()
-    for number, expected in torchs(zeros=False, share=1.0).weights.items():
-        torch.testing.assert_close(storage[number], expected, rtol=1e-6, atol=1e-7)
-    with pytest.raises(ArgumentError, match=r"shape \(4, 6\) with strides \(30, 5\).*contiguous"):
-        AdamW([nn.Parameter(storage[:, :, 0])])
-    with pytest.raises(ArgumentError, match="share"):
-        AdamW([nn.Parameter(storage[0]), nn.Parameter(storage[:2])])

@@ -16,14 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW
 from superoffload.integrations.fsdp2 import keep_reduced_gradients
-from superoffload.optimizer.placeholder import packed_in
 from tests.support.adamw_training import model_of
-from tests.support.fake_cuda import Fake, on_fake_device, on_host
-from tests.support.fake_cuda_training import LATE
 from tests.support.fp32_gradients import add_to_main_grad, by_kernels, needs_grad_dtype, parameters_of, precise_loss
-from tests.support.rank_processes import BF16, data_rank, error_of, flat_mesh, net, on_ranks, optimizer_of, shard
-
-from tests.support.rank_processes import tokens_of, whole  # isort: skip
+from tests.support.rank_processes import (
+    BF16,
+    data_rank,
+    error_of,
+    flat_mesh,
+    net,
+    on_ranks,
+    optimizer_of,
+    shard,
+    tokens_of,
+    whole,
+)
 
 MICROS = 4
 ASKED: dict[str, Any] = {"accumulate_dtype": "fp32"}
@@ -94,31 +100,6 @@ def accumulated(synced: bool, kept: bool, mode: str, compares: bool) -> dict[str
 def test_micro_batches_add_up_in_fp32_and_speculation_changes_nothing(synced: bool) -> None:
     always = on_ranks(2, accumulated, synced, synced, "always", False)
     assert always == on_ranks(2, accumulated, synced, not synced, "never", True)
-
-
-def on_a_device(on_device: bool) -> tuple[dict[str, str], int]:
-    """Also how many gradients are freed behind a window."""
-    fake = Fake()
-    fake.delays(4, LATE)
-    with on_fake_device(fake) if on_device else on_host():
-        model = sharded_net()
-        with optimizer_of(model, rank_check="off", **ASKED) as optimizer:
-            for number in range(3):
-                optimizer.zero_grad()
-                for micro in range(2):
-                    fake.synchronize()
-                    model.loss(tokens_of(2 * number + micro, dist.get_rank())).backward()
-                optimizer.step()
-            fake.synchronize()
-            return optimizer.state_digests(), sum(packed_in(param.grad) is not None for param in model.parameters())
-
-
-@needs_grad_dtype
-def test_sharded_gradients_that_were_freed() -> None:
-    Fake()  # compiled here, not by two ranks at once
-    expected, found = on_ranks(2, on_a_device, False), on_ranks(2, on_a_device, True)
-    assert [one[0] for one in found] == [one[0] for one in expected]
-    assert all(one[1] == 0 for one in expected) and all(one[1] > 0 for one in found)
 
 
 def held_twice() -> None:
@@ -249,19 +230,3 @@ def test_main_grad_under_ddp() -> None:
     """What the reduction hands over is not the gradient yet."""
     (ours, speculated), (theirs, _) = (on_ranks(2, by_ddp, given)[0] for given in (True, False))
     assert same(ours, theirs) and speculated == 0
-
-
-def unreduced() -> str:
-    """Each has a main_grad of its own, and steps a part of the parameters."""
-    model = model_of(torch.bfloat16)
-    by_kernels(model)
-    with AdamW(model.parameters(), threads=1, replicated="shard", rank_timeout=20.0) as optimizer:
-        precise_loss(model, dist.get_rank()).backward()
-        for param in model.parameters():
-            param.grad = None
-        return error_of(optimizer.step)
-
-
-def test_a_main_grad_that_was_not_reduced_is_refused() -> None:
-    for error in on_ranks(2, unreduced):
-        assert "gradient" in error and "RankError" in error

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import AdamW, checkpoints
-from superoffload.engine.placement import Measured, Placer
 from superoffload.errors import DeviceError, TornStep
 from tests.support.fsdp2_cases import Case, build, poison
 from tests.support.rank_processes import BF16, error_of, loss_of, net, on_ranks, optimizer_of
@@ -91,7 +90,6 @@ CASES: dict[str, tuple[Run, Any]] = {
     "fsdp2, empty shards": (Run(case=Case(layers=1, width=1)), HALF),
     "fsdp2, tied": (Run(case=Case(tied=True), options={"speculation": "always", "rank_check": "full"}), "auto"),
     "ddp": (Run("ddp", Case(torch.bfloat16), {"speculation": "never", "rank_check": {"full": 5}}), "auto"),
-    "ddp, on demand": (Run("ddp", options={"delivery": "on_demand"}), HALF),
     "spread": (Run("spread", options={"rank_check": "full"}), HALF),
 }
 
@@ -104,23 +102,6 @@ def test_placement_changes_no_bit(name: str) -> None:
             assert "one pass on the processors takes" in seen["why"]
         else:
             assert 0.2 < seen["share"] <= placement["gpu_fraction"] and seen["stepped"] > 0
-
-
-def apart(run: Run) -> float:
-    """Every rank measures something else, places by it, and none of them is asked by the others."""
-    fraction = (0.3, 0.9)[dist.get_rank()]
-
-    def measure(placer: Placer, measured: Measured) -> None:
-        placer.fraction, placer.why = fraction, "one pass on the processors takes as long as this test says"
-
-    with mock.patch.object(Placer, "measure", measure):
-        return float(both(run, "auto")["share"])
-
-
-def test_ranks_may_place_different_shares() -> None:
-    """Full checks in every step compare state that one rank has on the accelerator and another in host memory."""
-    first, second = on_ranks(2, apart, Run("spread", options={"rank_check": "full"}))
-    assert 0.1 < first <= 0.3 < second <= 0.9
 
 
 def saved_and_loaded(kind: str, folder: str) -> None:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from superoffload.distributed.group import Gather, RankGroup, rank_timeout
-from superoffload.distributed.rank_checks import _sampling, odd_ranks
 from superoffload.errors import ArgumentError
 from tests.support.rank_faults import assert_found, train_until_error
 from tests.support.rank_processes import Net, error_of, flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
@@ -180,13 +179,6 @@ def test_what_one_rank_speculates_changes_nothing_on_another() -> None:
     assert "WorkerError: " in message and "a bit fell over" in message
 
 
-def test_the_minority_is_named() -> None:
-    assert odd_ranks({0: "a", 1: "b", 2: "b"}) == [(0, 1)]
-    assert odd_ranks({0: 1.0, 1: 2.0}) == [(1, 0)]
-    assert odd_ranks({3: float("nan"), 4: float("nan")}) == []
-    assert odd_ranks({0: 0.0, 1: -0.0}) == [(1, 0)]
-
-
 def bytes_per_step() -> list[int]:
     """Bytes this rank sends through our group in each of ten steps."""
     model = sharded()
@@ -212,14 +204,6 @@ def test_a_step_costs_one_exchange_of_at_most_128_bytes() -> None:
     for counts in on_ranks(2, bytes_per_step):
         assert counts[:3] == [-1, -1, -1], "the first three are checked in full"
         assert all(0 < count <= 128 for count in counts[3:])
-
-
-def test_a_probe_does_not_grow_with_the_model() -> None:
-    """It reads some 64 Ki elements, and others at each turn."""
-    for numel in (1, 5 << 16, 1 << 30):
-        stride, _ = _sampling(numel, 0)
-        assert numel / stride < 1 << 17
-        assert {_sampling(numel, turn)[1] for turn in range(min(stride, 100))} == set(range(min(stride, 100)))
 
 
 def test_a_bad_time_out_is_named_by_where_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:

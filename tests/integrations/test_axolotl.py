@@ -1,15 +1,11 @@
 """The plugin for Axolotl: its settings, what it refuses, and Axolotl's own trainer with and without it.
 
-The tests of settings and trainers need Axolotl and addict (requirements/axolotl.txt). That of the command needs all
-that Axolotl pins; docs/axolotl.md says how it was run.
+They need Axolotl and addict (requirements/axolotl.txt).
 """
 
 from __future__ import annotations
 
 import inspect
-import json
-import os
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -24,7 +20,6 @@ import torch
 
 from superoffload import AdamW
 from superoffload.errors import ArgumentError
-from tests.support.checkout import ROOT
 from tests.support.hugging_face import Counting, end, logs_of, model_of, tokenizer_of, transformers
 from tests.support.optional_packages import needs
 
@@ -179,36 +174,3 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, manager: Any) -> None:
     trainer.optimizer_cls_and_kwargs = (torch.optim.SGD, {"lr": 1.0})
     with pytest.raises(ArgumentError, match=r"optimizer_cls_and_kwargs has SGD, expected None"):
         manager.post_trainer_create(fsdp2, trainer)
-
-
-@needs("triton", "bitsandbytes", "numba", "wandb", "posthog", "fastcore", "evaluate", "kernels")
-def test_the_command(tmp_path: Path) -> None:
-    """``axolotl train`` with a model and texts of this machine; weights say whether runs are the same."""
-    pytest.importorskip("trl.experimental.prm", reason="needs trl 1.9.0, which Axolotl pins")
-    from safetensors.torch import load_file
-
-    model_of().save_pretrained(tmp_path / "model")
-    tokenizer_of().save_pretrained(tmp_path / "model")
-    lines = [{"text": " ".join(f"w{2 + (i + j) % 95}" for j in range(24))} for i in range(64)]
-    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    more = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **more, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    weights = {}
-    for mode in (None, "never", "always"):
-        added: dict[str, Any] = {"superoffload": {**OURS, "speculation": mode}} if mode else {"plugins": []}
-        config = {
-            **BASE, "tokenizer_type": "PreTrainedTokenizerFast", "output_dir": f"out-{mode}", "weight_decay": 0.1,
-            "max_grad_norm": 1.0, "bf16": False, "fp16": False, "tf32": False, "attn_implementation": "sdpa",
-            "save_strategy": "no", "logging_steps": 1, "seed": 3, "dataset_prepared_path": "prepared", **added,
-        }  # fmt: skip
-        (tmp_path / "config.yml").write_text(json.dumps(config))  # which is YAML too
-        shown = subprocess.run(
-            [sys.executable, "-m", "axolotl.cli.train", "config.yml"], cwd=tmp_path, env=environment, text=True,
-            capture_output=True, timeout=200,
-        )  # fmt: skip
-        assert shown.returncode == 0, shown.stderr[-3000:]
-        assert ("superoffload/clip_rate" in shown.stdout + shown.stderr) == (mode is not None)
-        weights[mode] = load_file(tmp_path / f"out-{mode}" / "model.safetensors")
-    for name, mine in weights["always"].items():
-        assert torch.equal(mine, weights["never"][name])
-        torch.testing.assert_close(mine, weights[None][name], rtol=0, atol=1e-5)

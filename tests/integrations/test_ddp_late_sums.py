@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -67,10 +66,8 @@ class Streams:
 class FakeStream:
     def __init__(self, streams: Streams, handle: int) -> None:
         self.streams, self.handle = streams, handle
-        self.waited_for: list[int] = []
 
     def wait_stream(self, other: FakeStream) -> None:
-        self.waited_for.append(other.handle)
         driver = self.streams.fake.driver
         event = ctypes.c_void_p()
         calls = [
@@ -142,27 +139,3 @@ def with_late_sums(copied_on: str) -> bool:
 def test_sums_that_gloo_copies_back_late_are_waited_for(fake: Fake, copied_on: str) -> None:
     """On the default stream of gloo's thread, as torch 2.6 to 2.10 have it, or on that of the reader."""
     assert on_ranks(2, with_late_sums, copied_on) == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("backends", "is_nccl"),
-    [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False), ("cpu:gloo", False)],
-)
-def test_only_futures_of_nccl_order_a_stream(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch, backends: str, is_nccl: bool
-) -> None:
-    """With NCCL nothing else is waited for: not backward's own stream."""
-    monkeypatch.setattr(distributed_c10d, "get_backend_config", lambda group: backends)
-    streams = Streams(fake)
-    on_streams: list[int] = []
-    future: Any = mock.Mock(done=lambda: True, wait=lambda: torch.arange(3.0))
-    with streams.installed():
-        taker = mock.Mock(take_reduced=lambda *_: on_streams.append(fake.current))
-        reduced = ddp.DdpReductions(None, mock.MagicMock())
-        reduced.give_to(taker)
-        began_on: Any = streams.backward
-        reduced.begins(ddp.Reduction(future, [torch.zeros(3)], began_on))
-        reduced.drain()
-    (side,) = streams.made
-    assert on_streams == [side.handle]
-    assert side.waited_for == ([] if is_nccl else [streams.default.handle, streams.backward.handle])

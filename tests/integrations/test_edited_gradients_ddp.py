@@ -137,27 +137,3 @@ def left_alone(view: bool) -> None:
 @pytest.mark.parametrize("view", [False, True])
 def test_gradients_that_ddp_leaves_alone_are_stepped_as_they_are(view: bool) -> None:
     on_ranks(2, left_alone, view)
-
-
-def negated() -> None:
-    """In a rank: the second backward reduces gradients of the second head that it does not compute."""
-    digests = []
-    for negate in (torch._neg_view, torch.neg):
-        model, optimizer = two_heads(told=True, view=False, speculation="always")
-        with optimizer:
-            for step in range(3):
-                optimizer.zero_grad()
-                values = torch.full((2, 6), 0.1 * (step + 1))
-                for heads in ((0, 1), (0,)):
-                    model(values, *heads).square().mean().backward()
-                for param in model.parameters():
-                    assert param.grad is not None
-                    param.grad = negate(param.grad)
-                optimizer.step()
-            digests.append(optimizer.state_digests())
-    assert digests[0] == digests[1]
-
-
-def test_a_reduced_gradient_that_gets_the_negative_bit_is_compared_by_its_own_signs() -> None:
-    """The negative bit gives the opposite values in the same memory."""
-    on_ranks(2, negated)

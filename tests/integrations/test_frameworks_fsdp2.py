@@ -29,7 +29,6 @@ from tests.support.rank_processes import (
     net,
     on_mesh,
     on_ranks,
-    on_stages,
     optimizer_of,
     shard,
     tokens_of,
@@ -352,21 +351,3 @@ def both_ways(folder: str) -> None:
 @layouts(*SHARDED)
 def test_torchs_state_and_exported_weights(ranks: Any, tmp_path: Path) -> None:
     ranks(2, both_ways, str(tmp_path))
-
-
-def both_ways_in_a_stage() -> None:
-    """State of torch.optim.AdamW into ours and back, of this stage's parameters."""
-    stage = shard(net(torch.float32), flat_mesh())
-    torchs = torch.optim.AdamW(params_of(stage), lr=3e-3)
-    stage.loss(tokens_of(0, 0)).backward()
-    torchs.step()
-    expected = copy.deepcopy(torchs.state_dict()["state"])
-    with optimizer_of(stage) as optimizer:
-        optimizer.load_state_dict(torchs.state_dict())
-        torchs.load_state_dict(optimizer.state_dict())
-    given = torchs.state_dict()["state"]
-    assert given and all(torch.equal(given[i][key], value) for i in expected for key, value in expected[i].items())
-
-
-def test_torchs_state_of_stages() -> None:
-    on_stages(2, both_ways_in_a_stage)

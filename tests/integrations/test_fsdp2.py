@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from superoffload import AdamW
 from tests.support.fsdp2_cases import STEPS, Case, build, train
 from tests.support.rank_processes import (
     BF16,
@@ -91,61 +88,6 @@ def test_speculation_and_delivery_change_nothing(name: str) -> None:
     else:
         assert len({tuple(result["sizes"]) for result in results}) > 1, "uneven shards"
     assert case.width != 5 or 0 in results[-1]["sizes"], "empty shards"
-
-
-def checkpoint() -> list[bool]:
-    """Saved and loaded as DTensors and as full tensors, the run goes on with the same bits."""
-
-    def fresh() -> tuple[Any, AdamW]:
-        model = shard(net(torch.bfloat16), flat_mesh(), BF16)
-        params = [p for p in model.parameters() if p.requires_grad]
-        return model, AdamW(params, lr=1e-2, max_grad_norm=1.0, threads=1, bucket_numel=2048, model=model)
-
-    model, optimizer = fresh()
-    for seed in range(3):
-        step(model, optimizer, seed)
-    saved = optimizer.state_dict()
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    for seed in range(3, 6):
-        step(model, optimizer, seed)
-    expected = optimizer.state_digests()
-    optimizer.close()
-    same = [all(isinstance(values["exp_avg"], DTensor) for values in saved["state"].values())]
-    for full in (False, True):
-        model, optimizer = fresh()
-        model.load_state_dict(weights)
-        for values in saved["state"].values() if full else ():
-            values.update({name: value.full_tensor() for name, value in values.items() if isinstance(value, DTensor)})
-        optimizer.load_state_dict(saved)
-        for seed in range(3, 6):
-            step(model, optimizer, seed)
-        same.append(optimizer.state_digests() == expected)
-        optimizer.close()
-    return same
-
-
-def test_checkpoints_continue_bit_exactly() -> None:
-    assert on_ranks(2, checkpoint) == [[True, True, True]] * 2
-
-
-def bad_load() -> str:
-    """One rank's checkpoint is damaged: no rank loads anything."""
-    model = shard(net(torch.float32), flat_mesh())
-    with optimizer_of(model) as optimizer:
-        step(model, optimizer, 0)
-        saved, before = optimizer.state_dict(), optimizer.state_digests()
-        if dist.get_rank() == 1:
-            next(iter(saved["state"].values()))["exp_avg"].to_local().fill_(math.nan)
-        message = error_of(lambda: optimizer.load_state_dict(saved))
-        assert optimizer.state_digests() == before
-        step(model, optimizer, 1)
-        return message
-
-
-def test_a_checkpoint_that_one_rank_cannot_load_is_loaded_by_none() -> None:
-    first, second = on_ranks(2, bad_load)
-    assert "rank 1 failed, so nothing was changed on any" in first and "RankError" in first
-    assert "contains NaN or infinite values" in second
 
 
 def masters() -> None:

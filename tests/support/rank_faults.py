@@ -145,16 +145,7 @@ def first_error(optimizer: AdamW, backward: Callable[[int], None], steps: int) -
     return [steps, ""]
 
 
-def train_until_error(
-    fault: str,
-    step: int,
-    rank: int,
-    replicas: bool,
-    check: Any,
-    steps: int = 60,
-    delivery: str = "eager",
-    master_dtype: str = "fp32",
-) -> list[Any]:
+def train_until_error(fault: str, step: int, rank: int, replicas: bool, check: Any, steps: int = 60) -> list[Any]:
     model: Any = shard(net(torch.bfloat16), replica_mesh() if replicas else flat_mesh(), BF16)
 
     def backward(number: int) -> None:
@@ -162,8 +153,10 @@ def train_until_error(
             model.set_reshard_after_backward(False)
         model.loss(tokens_of(number, dist.get_rank())).backward()
 
-    given: dict[str, Any] = {"rank_check": check, "delivery": delivery, "master_dtype": master_dtype}
-    with optimizer_of(model, max_grad_norm=0.5, **given) as optimizer, FAULTS[fault](optimizer, step, rank):
+    with (
+        optimizer_of(model, max_grad_norm=0.5, rank_check=check) as optimizer,
+        FAULTS[fault](optimizer, step, rank),
+    ):
         return first_error(optimizer, backward, steps)
 
 

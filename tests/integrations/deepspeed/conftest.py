@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integrations.deepspeed import stock_kernel
 from tests.support.checkout import ROOT
 from tests.support.deepspeed.ranks import Ranks
 
@@ -38,13 +36,3 @@ def two_ranks() -> Iterator[Ranks]:
     group = Ranks(2)
     yield group
     group.close()
-
-
-@pytest.fixture(scope="module")
-def kernel(two_ranks: Ranks) -> None:
-    """DeepSpeed's own Adam kernel is built, with which stock and upstream step."""
-    if shutil.which("ninja") is None or shutil.which("g++") is None:
-        pytest.skip("needs ninja and g++, to compile DeepSpeed's kernel")
-    for reason in two_ranks.run(stock_kernel.build, timeout=280):
-        if reason is not None:
-            pytest.skip(f"DeepSpeed's kernel cannot be built here: {reason}")

@@ -88,17 +88,6 @@ def test_what_is_found(fault: Any, check: str, delivery: str, words: str, two_ra
         assert step == STEPS if check == "off" else PLANTED <= step <= PLANTED + 1
 
 
-@pytest.mark.parametrize(
-    ("threshold", "check", "delivery"),
-    [(0, "full", "eager"), (3000, "light", "on_demand")],
-)
-def test_quiet_where_nothing_is_wrong(threshold: int, check: str, delivery: str, two_ranks: Ranks) -> None:
-    """Also with parameters that are never partitioned."""
-    zero = {"stage3_param_persistence_threshold": threshold}
-    options = {"rank_check": check, "delivery": delivery, "speculation": "always"}
-    assert two_ranks.run(train, options, None, zero) == [("", STEPS)] * 2
-
-
 def autocast(offload: dict[str, Any], options: dict[str, Any] | None, zero: dict[str, Any], stale: bool) -> Any:
     """Losses, and what the error said. ``stale``: what rank 1 publishes of one parameter is not what is gathered."""
     from deepspeed.runtime import torch_autocast

@@ -1,4 +1,4 @@
-"""What stock ZeRO-Offload gets wrong, ours right; each test records what the peer does today (0.19.8)."""
+"""Where ours differs from stock ZeRO-Offload on purpose: unused parameters, and norms while the loss scale grows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.deepspeed.ranks import Ranks
-from tests.support.deepspeed.scenarios import CLIP_SOME, NAME, UNUSED, WAYS, Scenario, distance, gradients_of, reference
+from tests.support.deepspeed.scenarios import CLIP_SOME, UNUSED, WAYS, Scenario, distance, gradients_of, reference
 from tests.support.deepspeed.training import config, end, make_engine, masters
 
 STEPS = 6
@@ -52,7 +52,7 @@ def train_with_gaps(way: str, case: str) -> tuple[dict[str, Tensor], list[bool]]
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_unused_parameter(case: str, two_ranks: Ranks) -> None:
-    """It has a gradient of zeros; stock steps it with an old one, adds to an old one, or drops one."""
+    """It has a gradient of zeros, or of the micro-batches that use it."""
     gaps = CASES[case]
     micros = range(gaps.accumulation)
     windows = [[gradients_of(step, micro, gaps.skip(step, micro)) for micro in micros] for step in range(STEPS)]
@@ -62,11 +62,6 @@ def test_an_unused_parameter(case: str, two_ranks: Ranks) -> None:
         found, applied = two_ranks.run(train_with_gaps, way, case)[0]
         assert [step for step in range(STEPS) if not applied[step]] == list(skipped), way
         assert distance(expected, found) < 1e-4, way
-    stock, _ = two_ranks.run(train_with_gaps, "stock", case)[0]
-    if gaps.infinite is None:
-        assert distance({NAME: expected[NAME]}, stock) > 1e-2, "stock is right now"
-    else:
-        assert not bool(torch.isfinite(stock[NAME]).all()), "stock's master no longer becomes NaN"
 
 
 def norms_of_a_growing_scale(way: str) -> list[float]:
