@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,8 +32,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs DeepSpeed: pip install 'superoffload[deepspeed]'"))
 
 
+def build_kernel() -> str | None:
+    """Compiles DeepSpeed's own Adam; returns None, or why it cannot be had."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    try:
+        CPUAdamBuilder().load()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
     group = Ranks(2)
     yield group
     group.close()
+
+
+@pytest.fixture(scope="module")
+def kernel(two_ranks: Ranks) -> None:
+    """DeepSpeed's own Adam kernel is built, with which stock and upstream step."""
+    if shutil.which("ninja") is None or shutil.which("g++") is None:
+        pytest.skip("needs ninja and g++, to compile DeepSpeed's kernel")
+    for reason in two_ranks.run(build_kernel, timeout=280):
+        if reason is not None:
+            pytest.skip(f"DeepSpeed's kernel cannot be built here: {reason}")

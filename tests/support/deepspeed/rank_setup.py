@@ -17,7 +17,7 @@ from deepspeed.utils import logger
 from superoffload.integrations.deepspeed import partitions as integration
 from tests.support.deepspeed.quick_kernels.sitecustomize import install
 
-install()  # before the first collective
+install()  # before the first of its kernels is compiled
 
 # DeepSpeed collects garbage whenever it makes an engine; there is none among what was imported.
 gc.collect()

@@ -173,11 +173,12 @@ def reference(
     accumulation: int,
     clip: float,
     skip: Collection[int] = (),
+    eps: float = 1e-8,
 ) -> dict[str, Tensor]:
     """torch.optim.AdamW on all gradients at once, averaged over ranks; an unused parameter has a gradient of zeros."""
     torch.manual_seed(1)
     model = Recorded()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, eps=eps)
     for step, micros in enumerate(windows):
         if step in skip:
             continue

@@ -1,7 +1,7 @@
-"""Keeps DeepSpeed from compiling its collectives over shared memory, which only inference calls.
+"""Compiles of DeepSpeed what tests need, in a quarter of the time: its Adam, as one file and without debug information.
 
-It builds them before the first collective of any kind. Without them it uses gloo, as it does by itself on other
-systems than Linux.
+Not its collectives over shared memory, which only inference calls: DeepSpeed builds them before the first collective
+of any kind. Without them it uses gloo, as it does by itself on other systems than Linux.
 """
 
 from __future__ import annotations
@@ -12,13 +12,18 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 _BUILDERS = "deepspeed.ops.op_builder.cpu"
+_ADAM = str(Path(__file__).with_name("cpu_adam.cpp").resolve())
 
 
 def _change(builders: Any) -> None:
+    adam, args = builders.CPUAdamBuilder, builders.CPUAdamBuilder.cxx_args
+    adam.sources = lambda self: [_ADAM]
+    adam.cxx_args = lambda self: [*args(self), "-g0"]
     builders.ShareMemCommBuilder.is_compatible = lambda self, verbose=False: False
 
 
