@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -131,3 +132,23 @@ def replaced_too_late() -> None:
 
 def test_replaced_parameters_whose_state_would_be_lost() -> None:
     on_ranks(2, replaced_too_late)
+
+
+def bad_load() -> str:
+    """One rank's checkpoint is damaged: no rank loads anything."""
+    model = shard(net(torch.float32), flat_mesh())
+    with optimizer_of(model) as optimizer:
+        step(model, optimizer, 0)
+        saved, before = optimizer.state_dict(), optimizer.state_digests()
+        if dist.get_rank() == 1:
+            next(iter(saved["state"].values()))["exp_avg"].to_local().fill_(math.nan)
+        message = error_of(lambda: optimizer.load_state_dict(saved))
+        assert optimizer.state_digests() == before
+        step(model, optimizer, 1)
+        return message
+
+
+def test_a_checkpoint_that_one_rank_cannot_load_is_loaded_by_none() -> None:
+    first, second = on_ranks(2, bad_load)
+    assert "rank 1 failed, so nothing was changed on any" in first and "RankError" in first
+    assert "contains NaN or infinite values" in second
