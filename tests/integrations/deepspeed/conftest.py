@@ -43,7 +43,7 @@ def build_kernel() -> str | None:
     return None
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # they take much memory, so they end with the last of these tests
 def two_ranks() -> Iterator[Ranks]:
     group = Ranks(2)
     yield group
