@@ -119,7 +119,7 @@ class CPUAdamW(Optimizer):
 
     def _start(self, cpus: list[int]) -> None:
         self._workers = _Workers(cpus)
-        self._ready: dict[Tensor, _Ready] = {}
+        self._ready: dict[int, _Ready] = {}  # by id of the parameter; it keeps no tensor of state alive
         self._works: dict[int, tuple[list[_Ready], _native.BucketWork]] = {}
         self._lifetime = Lifetime(self)
         self._lifetime.open()
@@ -195,8 +195,8 @@ class CPUAdamW(Optimizer):
             grad = param.grad
             if grad is None:
                 continue
-            known = ready.get(param)
-            if known is not None and known.fits(grad, state.get(param)):
+            known = ready.get(id(param))
+            if known is not None and known.fits(param, grad, state.get(param)):
                 found.append((param, grad, known))
             else:
                 found.append((param, self._check(param, grad), None))
@@ -259,6 +259,8 @@ class CPUAdamW(Optimizer):
         streams: dict[Tensor, int] = {}
         if self._state_dtype != torch.float32 and any(known is None for *_, known in given):  # else nothing is rounded
             streams = {p: noise_stream(self._seed, name) for name, p in named_in_group(self.param_groups[index], index)}
+        if len(self._ready) > 2 * sum(len(group["params"]) for group in self.param_groups):
+            self._ready.clear()  # a program that puts new parameters into the groups leaves old ones here
         for param, grad, known in given:
             if known is not None:
                 continue
@@ -269,8 +271,8 @@ class CPUAdamW(Optimizer):
             state = self.state[param]
             # A new tensor: wrappers load one step into the state of all parameters, and each parameter counts its own.
             state["step"] = torch.tensor(float(state["step"]), device="cpu")
-            self._ready[param] = _Ready.of(param, state, grad, streams.get(param, 0))
-        return [known or self._ready[param] for param, _, known in given]
+            self._ready[id(param)] = _Ready.of(param, state, grad, streams.get(param, 0))
+        return [known or self._ready[id(param)] for param, _, known in given]
 
     def _step_group(self, index: int, ready: list[_Ready], given: list[_Given]) -> _native.Completion | None:
         group, steps = self.param_groups[index], [one.step for one in ready]
@@ -401,50 +403,44 @@ _Given = tuple[Tensor, Tensor, "_Ready | None"]
 
 @dataclass(eq=False, slots=True)
 class _Ready:
-    """Holds a parameter and its state that were checked, and how the native code steps them.
+    """Describes a parameter and its state that were checked, and how the native code steps them.
 
-    ``places``: how each of ``tensors`` lies in memory; the first is the parameter.
+    ``place`` and ``places``: how it and its state lie in memory. A state with ``step`` is that of this parameter.
     """
 
     step: Tensor
-    names: tuple[str, ...]
-    tensors: tuple[Tensor, ...]
-    places: tuple[tuple[Any, ...], ...]
+    place: tuple[Any, ...]
+    places: dict[str, tuple[Any, ...]]
     grad_dtype: torch.dtype
     run: _native.Run
 
     @staticmethod
     def of(param: Tensor, state: dict[str, Tensor], grad: Tensor, stream: int) -> _Ready:
-        names = tuple(name for name in ("exp_avg", "exp_avg_sq", "master") if name in state)
-        tensors = (param, *(state[name] for name in names))
-        places = tuple((one.data_ptr(), one.dtype, one.shape, one.stride()) for one in tensors)
-        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
         run = _native.Run(
             master=state.get("master", param).data_ptr(),
-            exp_avg=exp_avg.data_ptr(),
-            exp_avg_sq=exp_avg_sq.data_ptr(),
+            exp_avg=state["exp_avg"].data_ptr(),
+            exp_avg_sq=state["exp_avg_sq"].data_ptr(),
             gradient=0,
             shadow=param.data_ptr() if "master" in state else 0,
             numel=param.numel(),
             gradient_type=ELEMENT_TYPES[grad.dtype],
             shadow_type=ELEMENT_TYPES[param.dtype],
-            state_type=ELEMENT_TYPES[exp_avg.dtype],
-            axes=() if exp_avg.dtype == torch.float32 else _axes_of(param),
+            state_type=ELEMENT_TYPES[state["exp_avg"].dtype],
+            axes=() if state["exp_avg"].dtype == torch.float32 else _axes_of(param),
             noise_stream=stream,
         )
-        return _Ready(state["step"], names, tensors, places, grad.dtype, run)
+        places = {name: _place_of(one) for name, one in state.items() if name in ("exp_avg", "exp_avg_sq", "master")}
+        return _Ready(state["step"], _place_of(param), places, grad.dtype, run)
 
-    def fits(self, grad: Tensor, state: dict[str, Tensor] | None) -> bool:
+    def fits(self, param: Tensor, grad: Tensor, state: dict[str, Any] | None) -> bool:
         """Tells whether all is as it was when it was checked, and ``grad`` lies in memory as the parameter does."""
-        if state is None or state.get("step") is not self.step:
+        if state is None or state.get("step") is not self.step or _place_of(param) != self.place:
             return False
-        for name, tensor in zip(self.names, self.tensors[1:], strict=True):
-            if state.get(name) is not tensor:
+        for name, place in self.places.items():
+            tensor = state.get(name)
+            if not isinstance(tensor, Tensor) or _place_of(tensor) != place:
                 return False
-        for tensor, place in zip(self.tensors, self.places, strict=True):
-            if (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) != place:
-                return False
-        _, _, shape, strides = self.places[0]
+        _, _, shape, strides = self.place
         return (
             type(grad) is Tensor
             and grad.dtype is self.grad_dtype
@@ -454,3 +450,7 @@ class _Ready:
             and not grad.is_neg()
             and grad.data_ptr() != 0
         )
+
+
+def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

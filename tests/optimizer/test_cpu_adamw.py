@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -339,3 +340,18 @@ def test_only_plain_tensors_in_host_memory_are_taken(tmp_path: Path) -> None:
             superoffload.CPUAdamW([sharded])
     finally:
         dist.destroy_process_group()
+
+
+def test_what_a_program_takes_out_is_freed_and_nothing_grows() -> None:
+    optimizer = superoffload.CPUAdamW([torch.nn.Parameter(torch.ones(3))])
+    group = optimizer.param_groups[0]
+    for _ in range(20):
+        (param,) = group["params"]
+        param.grad = torch.ones(3)
+        optimizer.step()
+        left = [weakref.ref(tensor) for tensor in (param, optimizer.state[param]["exp_avg"])]
+        optimizer.state.clear()
+        group["params"] = [torch.nn.Parameter(torch.ones(3))]
+        del param
+        assert [ref() for ref in left] == [None, None]
+    assert len(optimizer._ready) <= 3
