@@ -60,7 +60,7 @@ def shared_pool(cpus: list[int]) -> _native.WorkerPool:
     return _pools.setdefault(tuple(cpus), _native.WorkerPool(cpus)) if pool is None else pool
 
 
-_ONE = torch.ones((), device="cpu")
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
 _ONE_CHUNK = 1 << 16  # elements that a thread takes at a time (csrc/runtime/bucket_work.h)
 
 
@@ -161,10 +161,10 @@ class CPUAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # No other name holds gradients that were copied, so this one keeps them alive until all steps are done.
-        grads = [self._gradients(index) for index in range(len(self.param_groups))]
         with self._lifetime.alone:
             self._lifetime.check_usable()  # another thread may have closed it
+            # No other name holds gradients that were copied, so this one keeps them alive until all steps are done.
+            grads = [self._gradients(index) for index in range(len(self.param_groups))]
             ready = [self._make_ready(index, mine) for index, mine in enumerate(grads)]
             failures = self._step_groups(ready, grads)
             for mine in grads:  # torch does not see the kernels' writes
@@ -270,7 +270,7 @@ class CPUAdamW(Optimizer):
                 self.state[param] = self._fresh(param)
             state = self.state[param]
             # A new tensor: wrappers load one step into the state of all parameters, and each parameter counts its own.
-            state["step"] = torch.tensor(float(state["step"]), device="cpu")
+            state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device="cpu")
             self._ready[id(param)] = _Ready.of(param, state, grad, streams.get(param, 0))
         return [known or self._ready[id(param)] for param, _, known in given]
 

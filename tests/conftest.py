@@ -63,7 +63,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"TEST_TURN={turn}: expected a turn and their number, such as 1/4, or none; 1/1: all")
     for item in items:
         if not is_its_turn(item, turn):
-            item.add_marker(pytest.mark.skip(reason=f"needs its own TEST_TURN, or 1/1, not {turn}"))
+            item.add_marker(
+                pytest.mark.skip(reason=f"needs TEST_TURN=1/1, or the turn it is drawn for; TEST_TURN is {turn}")
+            )
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = missing_for_gpu() if marked else None
     if reason is not None:

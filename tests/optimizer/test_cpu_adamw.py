@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -355,3 +356,29 @@ def test_what_a_program_takes_out_is_freed_and_nothing_grows() -> None:
         del param
         assert [ref() for ref in left] == [None, None]
     assert len(optimizer._ready) <= 3
+
+
+def test_steps_are_counted_in_fp32_whatever_the_default_dtype_is() -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = superoffload.CPUAdamW([param])
+    torch.set_default_dtype(torch.bfloat16)  # it has no 257
+    try:
+        for _ in range(260):
+            param.grad = torch.ones(3, dtype=torch.float32)
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert float(optimizer.state[param]["step"]) == 260
+
+
+def test_threads_of_python_may_step_one_optimizer() -> None:
+    params = [torch.nn.Parameter(torch.ones(20)) for _ in range(50)]
+    optimizer = superoffload.CPUAdamW(params, threads=1)
+    for param in params:
+        param.grad = torch.ones(20)
+    threads = [threading.Thread(target=lambda: [optimizer.step() for _ in range(25)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {float(optimizer.state[param]["step"]) for param in params} == {100.0}
