@@ -290,16 +290,18 @@ class _BeforeForward(_Hook):
         self._params = list(reader.params.values())
         self.gathering = gathering(reader.module)
 
-    @out_of_graphs
     def __call__(self, *args: Any) -> None:
-        warn_where_traced()
-        self._wait_for_all()
+        if torch.compiler.is_compiling():
+            self.wait()
+        else:  # code that torch.compile must leave out takes microseconds to enter
+            self._wait_for_all()
 
     @out_of_graphs  # the state of FSDP2 is in a dictionary of weak references, which may change during tracing
     def wait(self) -> None:
         self._wait_for_all()
 
     def _wait_for_all(self) -> None:
+        warn_where_traced()
         self._land()
         self._reader.waited()
 
