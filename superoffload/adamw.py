@@ -20,7 +20,7 @@ from superoffload.engine.options import Recorder
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import StateError
 from superoffload.host.environment import check_environment
-from superoffload.host.tensors import outside_inference, untraced
+from superoffload.host.tensors import outside_inference
 from superoffload.optimizer.accumulation import Accumulating
 from superoffload.optimizer.adamw_parts import Parts, PermanentParts, assemble
 from superoffload.optimizer.arguments import check_given, params_of, refuse_unknown
@@ -193,7 +193,6 @@ class AdamW(Optimizer):
                 if lifetime.is_open:
                     self._ranks.announce()
 
-    @untraced
     @outside_inference
     def _start_anew(self) -> None:
         """Makes new parts for the groups and the model that there are now; each parameter keeps its state."""

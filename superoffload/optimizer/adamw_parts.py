@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -11,25 +11,32 @@ from weakref import ref
 
 from torch import Tensor
 
+from superoffload.distributed.session import RankSetup, qualified_names, set_up_ranks
+from superoffload.engine.bucket import GroupHyper
 from superoffload.engine.engine import Engine
-from superoffload.engine.options import Recorder
+from superoffload.engine.options import EngineOptions, Listener, Recorder
+from superoffload.engine.placement import placer_for
 from superoffload.engine.stats import total
 from superoffload.errors import ArgumentError, SuperOffloadError
+from superoffload.host.processors import worker_cpus
 from superoffload.host.tensors import is_dtensor
+from superoffload.links.select import keeps_gradients, link_for, on_device
+from superoffload.optimizer import frameworks
 from superoffload.optimizer.accumulation import Accumulation, HostAccumulation
 from superoffload.optimizer.advice import NOTHING_EARLY, Advice
 from superoffload.optimizer.arguments import ConstructorArguments, as_groups, check_groups, named_in
 from superoffload.optimizer.delivery import Delivery, OnDemand
 from superoffload.optimizer.edits import Edits
-from superoffload.optimizer.engine_setup import set_up_engine
 from superoffload.optimizer.frameworks import Reductions, follow_reductions, reducing
 from superoffload.optimizer.freed_gradients import FreedGradients
+from superoffload.optimizer.gradient_source import gradient_of
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.lifetime import Lifetime, weakly
 from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.other_ranks import OtherRanks, Ranks
 from superoffload.optimizer.params import Params
+from superoffload.optimizer.placeholder import GradientPlaceholder
 from superoffload.optimizer.shown_state import ShownStates
 from superoffload.optimizer.state import Sleep, State
 from superoffload.optimizer.step import Step
@@ -208,20 +215,20 @@ def assemble(
     lifetime, groups, verdicts, given = permanent.lifetime, permanent.groups, permanent.verdicts, permanent.given
     try:
         permanent.follow_reductions()
-        engine_setup = set_up_engine(given, params, groups.hyper, permanent.recorder)
+        names, listener = qualified_names(given.model()), Listener()
+        engine, setup, resident = set_up_engine(given, params, names, groups.hyper, listener, permanent.recorder)
     except BaseException:
         permanent.recorder.close()
         raise
-    engine, advice = engine_setup.engine, Advice()
-    owned = Params(engine_setup, given, groups, permanent.views, kept)
+    advice = Advice()
+    owned = Params(engine, setup, names, resident, given, groups, permanent.views, kept)
     master_updates = MasterUpdates(engine, advice)
-    alone = engine_setup.ranks.session is None
-    ranks = Ranks(engine_setup.ranks, owned) if alone else OtherRanks(engine_setup.ranks, owned, engine, master_updates)
+    alone = setup.session is None
+    ranks = Ranks(setup, owned) if alone else OtherRanks(setup, owned, engine, master_updates)
     delivery = Delivery(lifetime, engine)
     if given.on_demand:
         delivery = OnDemand(lifetime, engine, owned, master_updates, given.model, params)
     freed = FreedGradients(lifetime, engine, owned, HostAccumulation(engine, wanted=given.fp32_sums), advice)
-    listener = engine_setup.listener
     listener.packed, listener.making_way = weakly(freed.packed), weakly(freed.making_way)
     if isinstance(delivery, OnDemand):
         listener.landing, listener.landed = weakly(delivery.landing), weakly(delivery.landed)
@@ -245,3 +252,56 @@ def assemble(
     state = State(lifetime, engine, groups, owned, ranks, intake, step, master_updates)
     sleep = Sleep(lifetime, engine, owned, state)
     return Parts(engine, owned, advice, ranks, intake, delivery, step, state, sleep)
+
+
+def set_up_engine(
+    given: ConstructorArguments,
+    params: Sequence[Tensor],
+    names: dict[int, str],
+    hyper_of: Callable[[int], GroupHyper],
+    listener: Listener,
+    recorder: Recorder,
+) -> tuple[Engine, RankSetup, set[int]]:
+    """Joins the other ranks, where there are any, and makes an engine; no parameter has state yet.
+
+    ``names``: of the model's parameters, by id. Also returns the ids of those whose state begins on the device."""
+    model = given.model()
+    reduced = frameworks.reduces_later(model)
+    ranks = set_up_ranks(
+        params,
+        reduced=reduced,
+        forward_view=lambda: frameworks.forward_view(model),
+        replicated=given.replicated,
+        check=given.check,
+        process_group=given.process_group,
+        timeout=given.rank_timeout,
+        gradient_of=_in_memory,
+    )
+    cpus = worker_cpus(given.threads, ranks.cpus, beside_device=on_device(params))
+    keep_grads = keeps_gradients(params, given.keep_grads, reduced=reduced)
+    sizes = _sizes(params, names, ranks) if given.placement is not None else []
+    # Nothing is stepped early or late then, so that on the CPU gradients and parameters need no second copy.
+    at_once = given.speculation == "never" and not given.on_demand
+    link = link_for(params, keep_grads=keep_grads, in_place=at_once)
+    options = EngineOptions(given.speculation, given.bucket_numel, cpus, two_phase=not link.in_place)
+    try:
+        placer = placer_for(given.placement, link, params)
+    except BaseException:
+        link.close()
+        raise
+    resident = placer.choose_first(sizes) if placer is not None else set()
+    engine = Engine(link, options, hyper_of, listener=listener, recorder=recorder, placer=placer)
+    return engine, ranks, resident
+
+
+def _in_memory(param: Tensor) -> Tensor | None:
+    """Returns the gradient of ``param``, unless it was packed and freed."""
+    gradient = gradient_of(param)
+    return None if isinstance(gradient, GradientPlaceholder) else gradient
+
+
+def _sizes(params: Sequence[Tensor], names: dict[int, str], ranks: RankSetup) -> list[tuple[int, int]]:
+    """Returns (id, number of elements whose state this rank has) of all parameters that train."""
+    trained = [param for param in params if param.requires_grad]
+    named = [(names.get(id(param), "params"), param) for param in trained]
+    return [(id(param), ranks.holding_of(name, param).part(param).numel()) for name, param in named]

@@ -412,11 +412,11 @@ def refuse_other_steps(where: str, group: Mapping[str, Any], *, l2: bool = False
 
     ``l2``: the optimizer is Adam with an L2 penalty instead of AdamW.
     """
-    for name, why in _TORCHS.items():
+    for name in ("amsgrad", "differentiable"):  # a compiled function sets capturable, and steps the same values with it
         if is_on(group.get(name)):
             raise UnknownArgument(
-                f"{where}: {name}={_shown(group[name])}: torch.optim.AdamW has it ({why}): leave it out, or set "
-                f"{name}=False"
+                f"{where}: {name}={_shown(group[name])}: torch.optim.AdamW has it ({_TORCHS[name]}): leave it out, or "
+                f"set {name}=False"
             )
     maximize = group.get("maximize", False)
     if maximize is not None and not isinstance(maximize, bool):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import ParamSpec, Protocol, TypeVar
 
 from superoffload.errors import StateError
@@ -42,6 +45,7 @@ class Lifetime:
     """
 
     def __init__(self, owner: Closable) -> None:
+        keep_from_compiler()
         self._owner = weakref.ref(owner)
         self._owner_id = id(owner)
         self._open = False
@@ -146,3 +150,21 @@ class Lifetime:
             elif not self.work.is_over:
                 self.work.end()  # for threads that wait for the lock
                 threads.close()
+
+
+@cache
+def keep_from_compiler() -> None:
+    """Has torch.compile run our code as it is, where a compiled function runs backward or ``step()``: it breaks its
+    graph there, as it does for torch's own code that is not traced.
+
+    By file, since hooks of gradients run beneath such a function too, one per gradient, and ``torch.compiler.disable``
+    takes microseconds to enter. Only the hooks on modules are traced (module_hooks.py).
+    """
+    from torch._dynamo import trace_rules  # here, since it takes a second; torch's own optimizers load it too
+
+    package = Path(__file__).parents[1]
+    for folder, traced in ((package, "optimizer"), (package / "optimizer", "module_hooks")):
+        prefix = ".".join(folder.relative_to(package.parent).parts)
+        for module in iter_modules([str(folder)]):
+            if module.name != traced:
+                trace_rules.add(f"{prefix}.{module.name}")

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from superoffload.distributed.ownership import Holding
 from superoffload.distributed.rank_checks import Held
+from superoffload.distributed.session import RankSetup
 from superoffload.engine.bucket import Shard
+from superoffload.engine.engine import Engine
 from superoffload.engine.moments import check_axes, noise_stream
 from superoffload.engine.placement import make_state, take_state
 from superoffload.errors import StateError
 from superoffload.optimizer.arguments import ConstructorArguments, check_apart, check_finite, check_parameter
-from superoffload.optimizer.engine_setup import EngineSetup
 from superoffload.optimizer.gradient_source import dtype_to_come
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.shown_state import ShownStates, whole_steps
@@ -30,17 +31,21 @@ class Params:
 
     def __init__(
         self,
-        engine_setup: EngineSetup,
+        engine: Engine,
+        setup: RankSetup,
+        names: Mapping[int, str],
+        resident: Collection[int],
         given: ConstructorArguments,
         groups: ParamGroups,
         views: ShownStates,
         kept: Mapping[Tensor, TrackedParam],
     ) -> None:
-        """``kept``: parameters that have state already, of which no engine knows."""
-        self._engine = engine_setup.engine
-        self._setup = engine_setup.ranks
-        self._names = engine_setup.names
-        self._resident = engine_setup.resident
+        """``kept``: parameters that have state already, of which no engine knows. ``names``: of the model's parameters,
+        by id. ``resident``: ids of those whose state begins on the device."""
+        self._engine = engine
+        self._setup = setup
+        self._names = names
+        self._resident = resident
         self._state_dtype = given.state_dtype
         self._split_masters = given.split_masters
         self._seed = given.seed

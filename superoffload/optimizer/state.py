@@ -17,7 +17,7 @@ from superoffload.distributed.gather import Spread
 from superoffload.engine.engine import Engine
 from superoffload.errors import StateError, SuperOffloadError
 from superoffload.host.memory import give_free_memory_back
-from superoffload.host.tensors import local_of, outside_inference, untraced
+from superoffload.host.tensors import local_of, outside_inference
 from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.lifetime import Lifetime
@@ -231,7 +231,6 @@ class Sleep:
     _params: Params
     _state: State
 
-    @untraced
     @torch.no_grad()
     def sleep(self) -> None:
         """Does nothing if it is asleep."""
@@ -252,7 +251,6 @@ class Sleep:
         self._engine.sleep()
         self._lifetime.work.rest()
 
-    @untraced
     @torch.no_grad()
     def wake(self) -> None:
         """Does nothing if it is awake."""

@@ -109,8 +109,8 @@ def write_state(state_dict: StateDict, *, l2: bool = False) -> StateDict:
     }
     groups = []
     for group in state_dict["param_groups"]:
-        extra = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False}
-        groups.append({**extra, "differentiable": False, "fused": None, "decoupled_weight_decay": not l2, **group})
+        extra = {"amsgrad": False, "maximize": False, "foreach": None, "differentiable": False, "fused": None}
+        groups.append({**extra, "decoupled_weight_decay": not l2, **group, "capturable": False})
     return {"state": states, "param_groups": groups}
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from superoffload.engine.engine import Engine
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import HostMemoryError, RankError, WorkerError
-from superoffload.host.tensors import untraced
 from superoffload.optimizer.advice import Advice, IdleSteps
 from superoffload.optimizer.delivery import Delivery
 from superoffload.optimizer.edits import Edits
@@ -44,7 +43,6 @@ class Step:
         self._idle = IdleSteps(self._advice)
         self._said_of_held = False
 
-    @untraced
     def run(self, scale: LossScale) -> None:
         """Takes stock, decides a verdict, acts on it and delivers, and remembers what the next step compares.
 

@@ -117,7 +117,7 @@ def test_an_optimizer_beside_a_device_leaves_two(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("superoffload.host.processors.allowed_cpus", lambda: list(range(16)))
     monkeypatch.setattr("superoffload.host.processors.cpu_quota", lambda system: None)
-    monkeypatch.setattr("superoffload.optimizer.engine_setup.on_device", lambda params: device)
+    monkeypatch.setattr("superoffload.optimizer.adamw_parts.on_device", lambda params: device)
     with AdamW(net(torch.float32).parameters(), threads=threads) as optimizer:
         assert optimizer._engine.pool.threads == expected  # type: ignore[attr-defined]  # the protocol has no count
 

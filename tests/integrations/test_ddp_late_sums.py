@@ -122,7 +122,7 @@ def with_late_sums(copied_on: str) -> bool:
         return made[-1]
 
     with (
-        mock.patch("superoffload.optimizer.engine_setup.link_for", link_for),
+        mock.patch("superoffload.optimizer.adamw_parts.link_for", link_for),
         mock.patch.object(default_hooks, "allreduce_hook", late),
         streams.installed(),
     ):

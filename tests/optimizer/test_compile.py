@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import warnings
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from superoffload import AdamW
+from superoffload import AdamW, CPUAdamW
 from tests.support.adamw_training import model_of, weights
 from tests.support.rank_processes import (
     data_rank,
@@ -61,6 +63,54 @@ def test_one_process() -> None:
     assert losses == pytest.approx(eager_losses, rel=1e-4)
     torch.testing.assert_close(weights(model), weights(eager_model), rtol=1e-3, atol=1e-4)  # a wrong step: 3e-3
     assert losses[-1] < 0.7 * losses[0]
+
+
+def clips_itself(model: nn.Module, optimizer: Any, step: int) -> None:
+    (model(inputs(step)) - targets(step)).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def schedules(model: nn.Module, optimizer: Any, step: int) -> None:
+    for group in optimizer.param_groups:  # Dynamo sets capturable in groups that change
+        group["lr"] = group["lr"] * 0.9
+    optimizer.zero_grad(set_to_none=False)
+    (model(inputs(step)) - targets(step)).square().mean().backward()
+    optimizer.step()
+
+
+def gives_a_closure(model: nn.Module, optimizer: Any, step: int) -> None:
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = (model(inputs(step)) - targets(step)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize(
+    ("body", "given"),
+    [(clips_itself, {}), (schedules, {"delivery": "on_demand"}), (gives_a_closure, {}), (schedules, None)],
+)
+def test_a_function_that_does_a_whole_step_is_compiled(body: Any, given: dict[str, Any] | None) -> None:
+    def trained(run: Any) -> list[torch.Tensor]:
+        model = model_of()
+        if given is None:
+            optimizer: Any = CPUAdamW(model.parameters(), lr=3e-3)
+        else:
+            optimizer = AdamW(model.parameters(), lr=3e-3, max_grad_norm=2.0, module=model, threads=1, **given)
+        with closing(optimizer):
+            for step in range(4):
+                run(model, optimizer, step)
+        return [param.detach() for param in model.parameters()]
+
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Dynamo")  # it warns of what it cannot trace
+        compiled = trained(torch.compile(body, backend="eager"))
+    assert all(map(torch.equal, compiled, trained(body)))
 
 
 Run = tuple[dict[str, str], list[float], list[torch.Tensor]]

@@ -57,6 +57,11 @@ def test_what_is_not_done_is_refused_wherever_it_is_asked_for(optimizer: Any, na
     for value in (True, 1, 0, "no", None):
         with pytest.raises(UnknownArgument, match=rf"{name}={value!r}: no such argument.*or pass {name}=False"):
             optimizer(params(), **{name: value})
+    if name == "capturable":  # torch.compile sets it in groups; it changes no values
+        with closing(optimizer([{"params": params(), name: True}])) as made:
+            stepped(made)
+            assert made.state_dict()["param_groups"][0][name] is False
+        return
     asked = {"params": params(), name: True}
     _refuses(optimizer, asked, rf"{name}=True: torch.optim.AdamW has it .*or set {name}=False")
 

@@ -16,14 +16,14 @@ PACKAGE = Path(superoffload.__file__).resolve().parent
 FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
 # Lines and files of each folder, which may only fall.
 BUDGET = {
-    "root": (1750, 10),
-    "optimizer": (5492, 24),
+    "root": (1749, 10),
+    "optimizer": (5491, 24),
     "engine": (3734, 17),
     "links": (1898, 12),
     "distributed": (1886, 6),
     "checkpoints": (1698, 6),
     "integrations": (4090, 22),
-    "host": (937, 9),
+    "host": (931, 9),
     "tools": (1461, 9),
 }
 

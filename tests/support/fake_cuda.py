@@ -339,7 +339,7 @@ class InOrderLink(LateLink):
 @contextmanager
 def on_host() -> Iterator[None]:
     """Likewise, the link that copies gradients during backward, also with ``speculation="never"``."""
-    with mock.patch("superoffload.optimizer.engine_setup.link_for", lambda params, **_: HostLink()):
+    with mock.patch("superoffload.optimizer.adamw_parts.link_for", lambda params, **_: HostLink()):
         yield
 
 
@@ -360,7 +360,7 @@ def on_fake_device(fake: Fake, kind: type[LateLink] = LateLink, **options: Any) 
         move_state(shard, device)
 
     with (
-        mock.patch("superoffload.optimizer.engine_setup.link_for", link_for),
+        mock.patch("superoffload.optimizer.adamw_parts.link_for", link_for),
         mock.patch.object(layout, "move_state", move),
     ):
         try:

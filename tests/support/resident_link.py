@@ -56,5 +56,5 @@ def accelerator() -> Iterator[list[ResidentHostLink]]:
         made.append(ResidentHostLink())
         return made[-1]
 
-    with mock.patch("superoffload.optimizer.engine_setup.link_for", link_for):
+    with mock.patch("superoffload.optimizer.adamw_parts.link_for", link_for):
         yield made

@@ -78,7 +78,7 @@ def test_gradients_of_several_streams_are_all_waited_for(fake: Fake) -> None:
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(written_late)
     link = Link(device, CudaOptions(image=IMAGE, timeout_seconds=60.0, library=fake.library))
-    with mock.patch("superoffload.optimizer.engine_setup.link_for", lambda *_, **__: link):
+    with mock.patch("superoffload.optimizer.adamw_parts.link_for", lambda *_, **__: link):
         try:
             assert train(model, lambda: fake.synchronize(main)) == expected
         finally:
