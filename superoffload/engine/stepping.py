@@ -57,7 +57,7 @@ class Speculator:
 
     def take_packed(self, bucket: Bucket, *, in_backward: bool) -> None:
         """``bucket`` was packed: its squares count, and in backward it may be speculated."""
-        self.norm.expect(bucket)
+        self.norm.wait_for(bucket)
         if in_backward:
             self.consider(bucket)
         else:
@@ -69,7 +69,7 @@ class Speculator:
         for bucket in buckets:
             self.norm.forget(bucket)
             if bucket.state is BucketState.READY and bucket.arrival is not None:
-                self.norm.expect(bucket)
+                self.norm.wait_for(bucket)
 
     def consider(self, bucket: Bucket) -> None:
         """Steps a packed bucket with a journal, unless there is a reason to wait for the verdict, which it notes."""
@@ -192,7 +192,7 @@ class PartialNorm:
         self._known: dict[Bucket, float] = {}
         self._waiting: dict[Bucket, _native.Completion] = {}  # packed, and not looked at yet
 
-    def expect(self, bucket: Bucket) -> None:
+    def wait_for(self, bucket: Bucket) -> None:
         """The sums of ``bucket``, which was packed, are there once its gradient has arrived."""
         assert bucket.arrival is not None
         self._waiting[bucket] = bucket.arrival

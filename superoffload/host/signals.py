@@ -140,7 +140,7 @@ class Alone:
             self._held.__exit__(kind, error, traceback)
 
 
-class Whole:
+class Uninterrupted:
     """Lets one thread at a time do what must be done wholly or not at all; remembers an error from the middle of it.
 
     ``pid``: the process where that can be done. ``is_over``: it is not done any more. ``rests``: not for now.

@@ -11,7 +11,7 @@ from pkgutil import iter_modules
 from typing import ParamSpec, Protocol, TypeVar
 
 from superoffload.errors import StateError
-from superoffload.host.signals import Alone, Closable, Whole, close_at_exit, forget_closed, held_signals
+from superoffload.host.signals import Alone, Closable, Uninterrupted, close_at_exit, forget_closed, held_signals
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -50,7 +50,7 @@ class Lifetime:
         self._owner_id = id(owner)
         self._open = False
         self._partly_loaded = False  # from when a load begins to change the state until all of it is there
-        self.work = Whole()  # ``whole()`` for callers who know that this is the process of the owner
+        self.work = Uninterrupted()  # ``whole()`` for callers who know that this is the process of the owner
 
     def open(self) -> None:
         """Marks the owner as constructed, and has it closed when the process ends."""
@@ -87,7 +87,7 @@ class Lifetime:
         """Returns the context that admits one thread at a time, with signals held back."""
         return self.work.alone
 
-    def whole(self) -> Whole:
+    def whole(self) -> Uninterrupted:
         """Returns the context for work that must be done wholly or not at all; if it is cut off, later calls raise."""
         self._check_process()
         return self.work

@@ -23,7 +23,7 @@ from superoffload.engine.moments import EXP_AVG, EXP_AVG_SQ, read_exp_avg, read_
 from superoffload.errors import ArgumentError
 from superoffload.host.bits import all_finite
 from superoffload.host.numbers import as_float
-from superoffload.host.signals import Whole
+from superoffload.host.signals import Uninterrupted
 from superoffload.host.tensors import is_dtensor, local_of, outside_inference
 from superoffload.optimizer.state_dict import ParamState, Values, blocks_of, is_whole_number, part_of, read_param
 from superoffload.optimizer.tracked_param import TrackedParam
@@ -40,7 +40,7 @@ class ShownState(MutableMapping[str, Any]):
     read makes a copy, which refuses operations in place. Copies and pickles of an entry are ordinary dictionaries.
     """
 
-    def __init__(self, tracked: TrackedParam, work: Whole, reveal: Reveal, partial: set[int]) -> None:
+    def __init__(self, tracked: TrackedParam, work: Uninterrupted, reveal: Reveal, partial: set[int]) -> None:
         """``partial`` gets the ids of entries from which something is taken out."""
         self.tracked = tracked
         self._work = work
@@ -215,7 +215,7 @@ def whole_steps(name: str, value: Any) -> int:
 class ShownStates:
     """Has the mapping that is ``optimizer.state``, and finds what the program has changed in it."""
 
-    def __init__(self, work: Whole) -> None:
+    def __init__(self, work: Uninterrupted) -> None:
         self.mapping: defaultdict[Tensor, Any] = defaultdict(dict)
         self._work = work
         self._entries: dict[TrackedParam, ShownState] = {}

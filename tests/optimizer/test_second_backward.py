@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.host.signals import Whole
+from superoffload.host.signals import Uninterrupted
 from tests.support.adamw_training import Optimizer, batch, check_scenario, model_of, nothing_shows, weights
 
 
@@ -44,7 +44,7 @@ def test_accumulate() -> None:
             with (
                 pytest.raises(ZeroDivisionError),
                 optimizer.accumulate(),
-                mock.patch.object(Whole, "__enter__") as enter,
+                mock.patch.object(Uninterrupted, "__enter__") as enter,
             ):
                 batch(model, 10 * step).backward()
                 with optimizer.accumulate():
