@@ -7,7 +7,6 @@ size and threads; and the same job done by peers. Everything in one table is int
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -128,7 +127,7 @@ class _Table:
     def limit(self, rows: Sequence[Row]) -> Row:
         """Returns the limit of a plain step with the ways that reach the limits."""
         step = next(row for row in rows if row["name"] == limit_name("step"))
-        how = {name: asdict(limit.way) for name, limit in self._limits.items()}
+        how = {name: limit.way._asdict() for name, limit in self._limits.items()}
         return {**{key: step[key] for key in ("name", "gb_per_s", "seconds_median")}, "how": how}
 
 
