@@ -1,7 +1,7 @@
 """Measures how fast memory can be: the fastest walk that only loads and stores the same arrays as a kernel.
 
 The fastest way (how long to stay with one array before the next, stores past the cache) differs between machines and
-array sizes, so this tries a few and takes the best as the limit. walk.cpp is compiled on first use into build/bandwidth.
+array sizes, so this tries a few and takes the best as the limit. It compiles walk.cpp on first use, in build/bandwidth.
 """
 
 from __future__ import annotations
