@@ -173,7 +173,7 @@ def _describe_left(jobs: Sequence[Any], left: Sequence[Any], results: Any) -> tu
 def _failed_preparations(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yields the last words of smoke and of DeepSpeed's compiler; the log has all of them."""
     for row in rows:
-        if "error" in row and row["settings"]["what"] in ("smoke", "deepspeed kernel"):
+        if "output" in row and "error" in row and row["settings"]["what"] in ("smoke", "deepspeed kernel"):
             yield f"\n{row['key']} {row['status']}: {row['error']}; its last words:"
             lines = row.get("output", "").rstrip().splitlines()[-_SHOWN_LINES:]
             yield from (f"  {line[:_SHOWN_WIDTH]}" for line in lines)
