@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import command
-from benchmarks.timing import Contestant, Rounds, interleave, timed
+from benchmarks.timing import Contestant, Rounds, compared, timed
 from superoffload.integrations import megatron as adapter
 from tests.support.hybrid_device import hybrid, megatron, parameters, set_gradients, without_streams
 
@@ -48,25 +48,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             for name, (cls, fused) in classes.items():
                 step = _whole(cls, fused, overlap, count, numel) if what == WHOLE else _alone(cls, fused, count, numel)
                 contestants.append(Contestant(name, "", 0.0, timed(step), settles=True))
-            samples = interleave(contestants, Rounds(5, 200, seconds / 3))
-            for (name, _), one in samples.items():
-                row = {
-                    "name": name,
-                    "what": what,
-                    "overlap": overlap,
-                    "optimizers": count if overlap else 1,
-                    "tensors": count,
-                    "numel": count * numel,
-                    "threads": _THREADS,
-                    "rounds": len(one.seconds),
-                    "seconds_median": one.median,
-                    "seconds_min": one.minimum,
-                    "ratio_to": OURS,
-                    "ratio": one.ratio_to(samples[OURS, ""]),
-                }
-                rows.append(row)
-                times = f"{1e3 * one.median:10.2f} {1e3 * one.minimum:10.2f} {row['ratio']:14.2f}"
-                print(f"{'on' if overlap else 'off':8} {what:16} {name:12} {times}")
+            shared = {"what": what, "overlap": overlap, "optimizers": count if overlap else 1, "tensors": count}
+            for row in compared(contestants, Rounds(5, 200, seconds / 3), OURS):
+                rows.append({**row, **shared, "numel": count * numel, "threads": _THREADS})
+                times = f"{1e3 * row['seconds_median']:10.2f} {1e3 * row['seconds_min']:10.2f} {row['ratio']:14.2f}"
+                print(f"{'on' if overlap else 'off':8} {what:16} {row['name']:12} {times}")
     return {"rows": rows}
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import command
-from benchmarks.timing import Contestant, Rounds, interleave, timed
+from benchmarks.timing import Contestant, Rounds, compared, timed
 from superoffload import AdamW
 
 IN_PLACE, COPIED, TORCH = "in place", "copied", "torch fused"
@@ -72,21 +72,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 optimizers[name] = stack.enter_context(AdamW(params, speculation=mode, max_grad_norm=_NORM))
                 step = optimizers[name].step
             contestants.append(Contestant(name, "", 0.0, timed(_both(backward, step)), settles=True))
-        samples = interleave(contestants, Rounds(5, 200, seconds))
+        rows = compared(contestants, Rounds(5, 200, seconds), IN_PLACE)
         kept |= {name: float(ours.stats()["host_bytes"]) / (count * numel) for name, ours in optimizers.items()}
     print(f"{'optimizer':12} {'ns per parameter':>16} {'times as long':>13} {'host bytes per parameter':>25}")
-    rows = []
-    for (name, _), one in samples.items():
-        row = {
-            "name": name,
-            "numel": count * numel,
-            "seconds_median": one.median,
-            "host_bytes_per_param": kept[name],
-            "ratio_to": IN_PLACE,
-            "ratio": one.ratio_to(samples[IN_PLACE, ""]),
-        }
-        rows.append(row)
-        print(f"{name:12} {1e9 * one.median / (count * numel):16.3f} {row['ratio']:13.2f} {kept[name]:25.2f}")
+    for row in rows:
+        row |= {"numel": count * numel, "host_bytes_per_param": kept[row["name"]]}
+        nanoseconds = 1e9 * row["seconds_median"] / row["numel"]
+        print(f"{row['name']:12} {nanoseconds:16.3f} {row['ratio']:13.2f} {row['host_bytes_per_param']:25.2f}")
     return {"rows": rows}
 
 

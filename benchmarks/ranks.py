@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks import command
-from benchmarks.timing import in_turn
+from benchmarks.timing import Stopwatch, in_turn
 from benchmarks.training.config import ModelConfig
 from superoffload import kernels
 from tests.convergence.local_ranks import LocalRanks
@@ -99,20 +98,8 @@ class _Entrant:
         self.engine = Fsdp2(setup, "always")
         self.steps: list[float] = []
         self.checks: list[float] = []
-        self._now, self._step = 0.0, 0
-        session = self.engine.optimizer._ranks.session
-        for method in ("_compare", "ended"):
-            setattr(session, method, self._timed(getattr(session, method)))
-
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._now += time.perf_counter() - began
-
-        return timed
+        self._check, self._step = Stopwatch(), 0
+        self._check.wrap(self.engine.optimizer._ranks.session, "_compare", "ended")
 
     def turn(self, steps: int, *, counts: bool) -> None:
         for _ in range(steps):
@@ -120,13 +107,13 @@ class _Entrant:
             seed = 1000 * self._step + dist.get_rank()
             tokens = torch.randint(0, 256, self._shape, generator=torch.Generator().manual_seed(seed))
             dist.barrier()
-            self._now, began = 0.0, time.perf_counter()
+            self._check.seconds, began = 0.0, time.perf_counter()
             self.engine.optimizer.zero_grad()
             self.engine.backward([tokens], 1.0)
             self.engine.optimizer.step()
             if counts:
                 self.steps.append(time.perf_counter() - began)
-                self.checks.append(self._now)
+                self.checks.append(self._check.seconds)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -36,6 +36,22 @@ class Contestant:
     @property
     def key(self) -> tuple[str, str]:
         return (self.name, self.isa)
+
+
+def compared(contestants: Sequence[Contestant], rounds: Rounds, base: str) -> list[dict[str, Any]]:
+    """Times contestants without instruction sets and returns a row for each, compared with ``base``."""
+    samples = interleave(contestants, rounds)
+    return [
+        {
+            "name": name,
+            "rounds": len(one.seconds),
+            "seconds_median": one.median,
+            "seconds_min": one.minimum,
+            "ratio_to": base,
+            "ratio": one.ratio_to(samples[base, ""]),
+        }
+        for (name, _), one in samples.items()
+    ]
 
 
 def timed(
@@ -123,6 +139,31 @@ def _sample(contestant: Contestant, repeats: int) -> float:
     if contestant.settles:
         time.sleep(_SETTLING_SECONDS)
     return seconds
+
+
+class Stopwatch:
+    """Adds up the ``seconds`` in functions; of nested ones, the outermost counts."""
+
+    def __init__(self) -> None:
+        self.seconds, self._depth = 0.0, 0
+
+    def wrap(self, owner: Any, *names: str) -> None:
+        """Replaces methods of an object by timed ones."""
+        for name in names:
+            setattr(owner, name, self._timed(getattr(owner, name)))
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            self._depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if self._depth == 0:
+                    self.seconds += time.perf_counter() - began
+
+        return timed
 
 
 @contextmanager

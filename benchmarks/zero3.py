@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import command, style
-from benchmarks.timing import in_turn
+from benchmarks.timing import Stopwatch, in_turn
 from superoffload import kernels
 from superoffload.errors import ArgumentError
 from tests.convergence.local_ranks import LocalRanks
@@ -94,30 +94,13 @@ class _Entrant:
         )
         self.step_times: list[list[float]] = []  # by turn
         self.part_times: list[list[float]] = []
-        self.part, self.steps, self.loss = 0.0, 0, 0.0
+        self.part, self.steps, self.loss = Stopwatch(), 0, 0.0
         optimizer = self.engine.optimizer
-        optimizer.partition_grads = self._timed(optimizer.partition_grads)
-        optimizer.step = self._timed(optimizer.step)
+        self.part.wrap(optimizer, "partition_grads", "step")
         parts = getattr(optimizer, "parts", None)  # stock DeepSpeed's has none
         self.driver = None if parts is None else parts.driver
         if self.driver is not None:
-            self.driver.deliver = self._timed(self.driver.deliver)
-
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        depth = 0
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            nonlocal depth
-            began = time.perf_counter()
-            depth += 1
-            try:
-                return function(*args, **kwargs)
-            finally:
-                depth -= 1
-                if depth == 0:
-                    self.part += time.perf_counter() - began
-
-        return timed
+            self.part.wrap(self.driver, "deliver")
 
     def turn(self, *, warm_up: bool) -> None:
         if not warm_up:
@@ -127,13 +110,13 @@ class _Entrant:
             generator = torch.Generator().manual_seed(self.steps * 100 + self.engine.global_rank)
             batch = torch.randn(self.workload.tokens, self.workload.width, generator=generator).bfloat16()
             torch.distributed.barrier()
-            self.part, began = 0.0, time.perf_counter()
+            self.part.seconds, began = 0.0, time.perf_counter()
             loss = self.engine(batch)
             self.engine.backward(loss)
             self.engine.step()
             if not warm_up:
                 self.step_times[-1].append(time.perf_counter() - began)
-                self.part_times[-1].append(self.part)
+                self.part_times[-1].append(self.part.seconds)
             self.steps += 1
             self.loss = float(loss.detach())
         if warm_up:

@@ -7,20 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import command, style
-from benchmarks.adam import states
-from benchmarks.adam.accuracy import accuracy_text
-from benchmarks.adam.kernels import (
-    DEEPSPEED,
-    JOB,
-    OPERATIONS,
-    TORCH,
-    Row,
-    check_memory,
-    limit_name,
-    run_adam,
-)
-from benchmarks.adam.peers import PEERS, PeerMissing
+from benchmarks.adam.accuracy import accuracy_table, accuracy_text, errors_of_state
+from benchmarks.adam.kernels import DEEPSPEED, DEFAULT, JOB, OPERATIONS, TORCH, Row, check_memory, limit_name, measure
+from benchmarks.adam.peers import PEERS, PeerMissing, load_deepspeed
+from benchmarks.report import installed
 from benchmarks.training.config import STATE_SETTINGS
 from superoffload import kernels
 from superoffload.errors import ArgumentError
@@ -28,6 +21,7 @@ from superoffload.host.processors import allowed_cpus
 
 _SIZES = [1 << power for power in range(10, 29, 2)]  # 1 k to 256 M
 _QUICK = 1 << 22
+_ACCURACY_NUMEL = 1 << 18
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -69,7 +63,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         return _states(args.state, numel, threads[-1], isas[-1], seconds)
     check_memory(max(numel, *sizes) if sizes else numel)
     report: dict[str, Any] = {"settings": {"numel": numel, "isas": isas, "threads": threads}}
-    report |= run_adam(numel, sizes, threads, isas, seconds)
+    report |= _kernels(numel, sizes, threads, isas, seconds)
     print(_table(report["rows"]))
     print(accuracy_text(report["accuracy"]))
     for name, state in report["peers"].items():
@@ -77,8 +71,33 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
+def _kernels(
+    numel: int, sizes: Sequence[int], threads: Sequence[int], isas: Sequence[str], seconds: float
+) -> dict[str, Any]:
+    """Measures all operations on arrays far larger than the caches, with all threads and with one, beside the same job
+    done by peers; then how time grows with size and threads."""
+    deepspeed, state = None, ""
+    try:
+        deepspeed = load_deepspeed()
+    except PeerMissing as missing:
+        state = str(missing)
+    most = max(threads)
+    rows: list[Row] = []
+    for count in sorted({1, most}, reverse=True):
+        rows += measure(numel, count, isas, seconds, deepspeed=deepspeed)
+    grid = [(size, most) for size in sizes if size != numel]
+    grid += [(numel, count) for count in threads if count not in (1, most)]
+    for size, count in grid:
+        rows += measure(size, count, isas[-1:], min(2.0, seconds), only=("step", "journaled"))
+    peers = {"torch.optim.AdamW(fused=True)": f"torch {torch.__version__}"}
+    peers[DEEPSPEED] = state or f"deepspeed {installed('deepspeed')['deepspeed']}"
+    accuracy = accuracy_table(_ACCURACY_NUMEL, deepspeed)
+    return {"limit": next(_of(rows, name=limit_name("step"))), "rows": rows, "accuracy": accuracy, "peers": peers}
+
+
 def _states(asked: str, numel: int, threads: int, isa: str, seconds: float) -> dict[str, Any]:
-    forms = list(STATE_SETTINGS) if asked == "all" else list(dict.fromkeys((states.DEFAULT, asked)))
+    """Measures what each setting of masters and moments costs per step, with the best instruction set."""
+    forms = list(STATE_SETTINGS) if asked == "all" else list(dict.fromkeys((DEFAULT, asked)))
     check_memory(numel * len(forms))
     peers = []
     for name in PEERS if asked == "all" else ():
@@ -87,25 +106,31 @@ def _states(asked: str, numel: int, threads: int, isa: str, seconds: float) -> d
             peers.append(name)
         except PeerMissing as why:
             print(f"peer {name}: {why}")
-    with kernels.using_isa(isa):
-        rows = states.run_forms(numel, threads, isa, forms, seconds, peers)
-    print(states.table(rows))
+    rows = measure(numel, threads, [isa], seconds, forms=forms, peers=peers)
+    errors = errors_of_state(forms, peers)
+    rows = [{**row, "error": errors[row["state"]] if row["name"] == "step" else None} for row in rows]
+    print(_table(rows))
     return {"settings": {"numel": numel, "isa": isa, "threads": threads}, "rows": rows}
 
 
 def _table(rows: Sequence[Row]) -> str:
     lines = [
-        f"{'':36} {'isa':7} {'threads':>7} {'elements':>12} {'median ms':>10} {'min ms':>9} {'GB/s':>6} "
-        f"{'of limit':>8} {'x step':>7}"
+        f"{'':36} {'state':17} {'isa':7} {'threads':>7} {'elements':>12} {'median ms':>10} {'ns/param':>9} {'GB/s':>6} "
+        f"{'of limit':>8} {'ratio':>7} {'error':>8}"
     ]
     for row in rows:
         of_limit = "" if row["of_limit"] is None else f"{row['of_limit']:.2f}"
+        error = "" if row.get("error") is None else f"{row['error']:.1e}"
         lines.append(
-            f"{row['name']:36} {row['isa']:7} {row['threads']:>7} {row['numel']:>12,} "
-            f"{row['seconds_median'] * 1e3:>10.3f} {row['seconds_min'] * 1e3:>9.3f} "
-            f"{row['gb_per_s']:>6.1f} {of_limit:>8} {row['ratio']:>7.2f}"
+            f"{row['name']:36} {row['state']:17} {row['isa']:7} {row['threads']:>7} {row['numel']:>12,} "
+            f"{row['seconds_median'] * 1e3:>10.3f} {_nanoseconds(row):>9.3f} {row['gb_per_s']:>6.1f} "
+            f"{of_limit:>8} {row['ratio']:>7.2f} {error:>8}"
         )
     return "\n".join(lines)
+
+
+def _nanoseconds(row: Row) -> float:
+    return float(1e9 * row["seconds_median"] / row["numel"])
 
 
 # ---- the picture ----------------------------------------------------------------------------------------------------
@@ -113,8 +138,8 @@ def _table(rows: Sequence[Row]) -> str:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Draws operations against their limits, and how the time of a step grows with size and threads."""
-    if "state" in report["rows"][0]:
-        states.plot(report, path)
+    if "isa" in report["settings"]:
+        _plot_states(report["rows"], path)
         return
     rows, numel, isas = report["rows"], report["settings"]["numel"], report["settings"]["isas"]
     most = max(row["threads"] for row in rows)
@@ -124,7 +149,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
         _draw_operations(bars, list(_of(rows, threads=most, numel=numel)), isas)
         bars.set_title(f"Milliseconds for {numel / 1e6:.0f} M parameters, {most} threads")
         per_param = {"threads": most, "isas": ("", isas[-1])}
-        _draw_lines(sizes, rows, "numel", lambda row: 1e9 * row["seconds_median"] / row["numel"], **per_param)
+        _draw_lines(sizes, rows, "numel", _nanoseconds, **per_param)
         sizes.set_xscale("log", base=2)
         sizes.set_yscale("log")
         sizes.set_xlabel("elements")
@@ -172,6 +197,27 @@ def _draw_lines(axes: Any, rows: Sequence[Row], x: str, y: Callable[[Row], float
         points = sorted((row[x], y(row)) for row in _of(rows, name=name, **fixed))
         axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, linewidth=1.4, label=name)
     axes.legend()
+
+
+def _plot_states(rows: Sequence[Row], path: Path) -> None:
+    """Draws the time per parameter of each operation, a bar per setting, with a mark at the memory's limit."""
+    names = list(OPERATIONS)
+    colours = (style.MUTED, style.BLUE, style.ORANGE, style.GREEN, style.RED, style.PURPLE)
+    forms = [form for form in dict.fromkeys(row["state"] for row in rows) if form in STATE_SETTINGS]
+    width = 0.8 / len(forms)
+    with style.drawing(path, 11, 4.2) as figure:
+        axes = figure.subplots()
+        for index, (form, colour) in enumerate(zip(forms, colours, strict=False)):
+            times = {row["name"]: _nanoseconds(row) for row in rows if row["state"] == form}
+            places = [place + (index - (len(forms) - 1) / 2) * width for place in range(len(names))]
+            axes.bar(places, [times[name] for name in names], width * 0.9, color=colour, label=form)
+            walks = [times[limit_name(name)] for name in names]
+            axes.hlines(walks, [x - width / 2 for x in places], [x + width / 2 for x in places], color=style.INK)
+        axes.set_xticks(range(len(names)), names)
+        axes.set_ylabel("ns per parameter")
+        axes.grid(axis="x", visible=False)
+        axes.set_title("Time of a pass by setting; lines: the memory's limit for the same bytes")
+        figure.legend(loc="outside right upper")
 
 
 if __name__ == "__main__":

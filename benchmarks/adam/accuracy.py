@@ -7,14 +7,19 @@ arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
+from benchmarks.adam.peers import PEERS
+from benchmarks.training.config import STATE_SETTINGS
+from benchmarks.workload import BETAS, EPS, LR, WEIGHT_DECAY
+from superoffload import AdamW
 from tests.support import numpy_kernels
 
 Float32 = NDArray[np.float32]
@@ -142,3 +147,62 @@ def accuracy_text(table: list[dict[str, Any]]) -> str:
         figures = f"{row['mean_ulp']:>8.3f} {row['median_largest_ulp']:>14.2f} {row['largest_ulp']:>9.2f}"
         lines.append(f"{row['name'] + ', ' + row['array']:56} {figures}")
     return "\n".join(lines)
+
+
+# ---- of leaner state -------------------------------------------------------------------------------------------------
+
+_STEPS, _NUMEL = 50, 1 << 18
+
+
+def errors_of_state(settings: Sequence[str], peers: Sequence[str]) -> dict[str, float]:
+    """Returns how far 50 steps on the same gradients move parameters from where fp64 state moves them, relative to the
+    change (root of the mean square)."""
+    options: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+    exact = _exact_change()
+    found = {}
+    for name in settings:
+        moments, masters = STATE_SETTINGS[name]
+        param = nn.Parameter(_initial())
+        with AdamW([param], **options, speculation="never", state_dtype=moments, master_dtype=masters) as optimizer:
+            _train(param, optimizer)
+            found[name] = _error(optimizer.state[param]["master"], exact)
+    for name in peers:
+        param = nn.Parameter(_initial().float())
+        _train(param, PEERS[name].optimizer([param], **options))
+        found[name] = _error(param.detach(), exact)
+    return found
+
+
+def _initial() -> Tensor:
+    return 0.02 * torch.randn(_NUMEL, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def _gradients() -> Iterator[Tensor]:
+    """Yields bf16 gradients like those of the timed arrays: each element has a size and a direction, under noise."""
+    random = torch.Generator().manual_seed(2)
+    scale = 1e-3 * torch.exp(torch.randn(_NUMEL, generator=random))
+    direction = 0.3 * torch.randn(_NUMEL, generator=random)
+    for _ in range(_STEPS):
+        yield (scale * (direction + torch.randn(_NUMEL, generator=random))).bfloat16()
+
+
+def _exact_change() -> Float64:
+    """Returns what AdamW in double precision adds to the parameters."""
+    initial = _initial().double().numpy()
+    state: dict[str, Any] = {"master": initial, "exp_avg": np.zeros(_NUMEL), "exp_avg_sq": np.zeros(_NUMEL)}
+    for step, gradient in enumerate(_gradients(), 1):
+        hyper = numpy_kernels.Hyper(LR, *BETAS, EPS, WEIGHT_DECAY, step=step)
+        state = dict(exact_step(StepInputs(**state, gradient=gradient.float().numpy(), hyper=hyper)))
+    change: Float64 = state["master"] - initial
+    return change
+
+
+def _train(param: nn.Parameter, optimizer: Any) -> None:
+    for gradient in _gradients():
+        param.grad = gradient.to(param.dtype)
+        optimizer.step()
+
+
+def _error(master: Tensor, exact: Float64) -> float:
+    away = master.double().numpy() - _initial().double().numpy() - exact
+    return float(np.sqrt(np.mean(away**2) / np.mean(exact**2)))

@@ -1,27 +1,27 @@
-"""Measures every operation of every instruction set against the machine's own limit, torch's fused AdamW and DeepSpeed.
+"""Times every operation of every instruction set against the machine's own limit, torch's fused AdamW and others.
 
-Three parts: all operations on arrays far larger than the caches, with all threads and with one; how time grows with
-size and threads; and the same job done by peers. Everything in one table is interleaved (timing.py).
+Everything in one table is interleaved (timing.py): a walk over the same bytes for every operation, our kernels with one
+setting of masters and moments or several, each on arrays of its own, and peers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from benchmarks.adam.accuracy import accuracy_table
-from benchmarks.adam.peers import PeerMissing, load_deepspeed
+from benchmarks.adam.peers import PEERS, Peer
 from benchmarks.bandwidth.limit import MemoryLimit
 from benchmarks.timing import Contestant, Rounds, Samples, interleave, timed
+from benchmarks.training.config import STATE_SETTINGS
 from benchmarks.workload import BETAS, BYTES_PER_PARAM, EPS, LR, WEIGHT_DECAY, Workload
 from superoffload import _native, kernels
 from superoffload.errors import ArgumentError, SuperOffloadError
 from superoffload.host.processors import allowed_cpus
 from superoffload.host.system import System, usable_memory
+from superoffload.optimizer.arguments import check_state_dtype
 
 Operation = _native.Operation
 Row = dict[str, Any]
@@ -38,8 +38,8 @@ OPERATIONS = {
 READING = "publish, reading alone"  # has a limit only
 STEP, JOB = "{} step", "{}, same job"
 TORCH, DEEPSPEED = "torch fused", "DeepSpeedCPUAdam"
+DEFAULT = "fp32"  # of STATE_SETTINGS
 OPTIONS: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
-_ACCURACY_NUMEL = 1 << 18
 
 
 def check_memory(numel: int, bytes_per_param: float = BYTES_PER_PARAM) -> None:
@@ -51,102 +51,73 @@ def check_memory(numel: int, bytes_per_param: float = BYTES_PER_PARAM) -> None:
         )
 
 
-def run_adam(
-    numel: int, sizes: Sequence[int], threads: Sequence[int], isas: Sequence[str], seconds: float, *,
-    with_deepspeed: bool = True,
-) -> dict[str, Any]:  # fmt: skip
-    """Runs all parts; returns `limit`, `rows`, `accuracy`, `peers` for the report.
+def measure(
+    numel: int, threads: int, isas: Sequence[str], seconds: float, *, forms: Sequence[str] = (DEFAULT,),
+    peers: Sequence[str] = (), deepspeed: Any = None, only: Sequence[str] = (),
+) -> list[Row]:  # fmt: skip
+    """Times one size and number of threads; ``only``: these operations, and no peers.
 
-    `numel`: elements of the large arrays; `sizes`: of the growth curves; `seconds`: per table.
+    With one of ``forms`` the peers are torch's fused AdamW and DeepSpeed's, and a ratio is to the plain step; with
+    several it is to the same operation of the first, the default, and ``peers`` are some of PEERS.
     """
-    rows: list[Row] = []
-    limit: Row = {}
-    deepspeed, state = None, "left out"
-    if with_deepspeed:
-        try:
-            deepspeed, state = load_deepspeed(), f"deepspeed {version('deepspeed')}"
-        except PeerMissing as missing:
-            state = str(missing)
+    cpus = allowed_cpus()[:threads]
     before, torch_threads = kernels.current_isa(), torch.get_num_threads()
-    most = max(threads)
+    torch.set_num_threads(threads)
+    kernels.set_isa(isas[-1])
+    pool = _native.WorkerPool(cpus)
+    ways: dict[str, Any] = {}
     try:
-        for count in sorted({1, most}, reverse=True):
-            table = _Table(numel, count, isas, deepspeed)
-            measured = table.measure(seconds)
-            rows += measured
-            if count == most:
-                limit = table.limit(measured)
-        grid = [(size, most) for size in sizes if size != numel]
-        grid += [(numel, count) for count in threads if count not in (1, most)]
-        for size, count in grid:
-            rows += _Table(size, count, isas[-1:], None, only=("step", "journaled")).measure(min(2.0, seconds))
-        accuracy = accuracy_table(_ACCURACY_NUMEL, deepspeed)
+        contestants: list[Contestant] = []
+        for form in forms:
+            moments, masters = STATE_SETTINGS[form]
+            workload = Workload(numel, pool, check_state_dtype(moments), split=masters == "split")
+            for row, operation in {**OPERATIONS, READING: ("reading", 1)}.items():
+                if only and row not in only:
+                    continue
+                limit = MemoryLimit(*operation, workload, cpus)
+                ways[f"{form}: {limit_name(row)}"] = limit.way._asdict()
+                moved = limit.bytes_per_param
+                contestants.append(Contestant(f"{form}: {limit_name(row)}", "", moved, limit.seconds))
+                for isa in isas if row in OPERATIONS else ():
+                    call = _with_isa(_calls(workload, pool)[row], isa)
+                    contestants.append(Contestant(f"{form}: {row}", isa, moved, call))
+        if len(forms) == 1 and not only:
+            contestants += _over(workload, TORCH, torch.optim.AdamW, torch.tensor(float(workload.step)), fused=True)
+            if deepspeed is not None:
+                contestants += _over(workload, DEEPSPEED, deepspeed, workload.step, adamw_mode=True)
+        contestants += [_lean_step(name, PEERS[name], numel) for name in peers]
+        samples = interleave(contestants, Rounds(5, 200, seconds))
     finally:
+        pool.close()
         kernels.set_isa(before)
         torch.set_num_threads(torch_threads)
-    peers = {"torch.optim.AdamW(fused=True)": f"torch {torch.__version__}", DEEPSPEED: state}
-    return {"limit": limit, "rows": rows, "accuracy": accuracy, "peers": peers}
+    rows = (_row(one, samples, isas[-1], len(forms) > 1) for one in samples.values())
+    shared = {"threads": threads, "numel": numel}
+    return [
+        {**row, **shared, "gb_per_s": row["bytes_per_param"] * numel / row["seconds_median"] / 1e9}
+        | ({"way": way} if (way := ways.get(f"{row['state']}: {row['name']}")) else {})
+        for row in rows
+    ]
 
 
-class _Table:
-    """Times one size and thread count: limits, our operations, peers."""
-
-    def __init__(
-        self, numel: int, threads: int, isas: Sequence[str], deepspeed: Any | None, only: Sequence[str] = ()
-    ) -> None:
-        self._numel, self._threads, self._isas = numel, threads, isas
-        cpus = allowed_cpus()[:threads]
-        torch.set_num_threads(threads)
-        self._pool = _native.WorkerPool(cpus)
-        self._workload = workload = Workload(numel, self._pool)
-        contestants, self._limits = limits(workload, cpus)
-        for isa in isas:
-            contestants += our_kernels(workload, self._pool, isa, self._limits)
-        if only:
-            names = {*only, *map(limit_name, only)}
-            contestants = [contestant for contestant in contestants if contestant.name in names]
-        else:
-            step = torch.tensor(float(workload.step))
-            contestants += _peer(TORCH, torch.optim.AdamW, workload, step, fused=True)
-            if deepspeed is not None:
-                contestants += _peer(DEEPSPEED, deepspeed, workload, workload.step, adamw_mode=True)
-        self._contestants = contestants
-
-    def measure(self, seconds: float) -> list[Row]:
-        try:
-            samples = interleave(self._contestants, Rounds(5, 200, seconds))
-        finally:
-            self._pool.close()
-        rows = []
-        for one in samples.values():
-            # A peer's ratio is to our step with the best instruction set; ours to the same set's plain step.
-            base = samples[("step", one.contestant.isa or self._isas[-1])]
-            limit = samples.get((limit_name(one.contestant.name), ""))
-            rows.append(row_of(one, self._threads, self._numel, limit, base, f"step {base.contestant.isa}"))
-        return rows
-
-    def limit(self, rows: Sequence[Row]) -> Row:
-        """Returns the limit of a plain step with the ways that reach the limits."""
-        step = next(row for row in rows if row["name"] == limit_name("step"))
-        how = {name: asdict(limit.way) for name, limit in self._limits.items()}
-        return {**{key: step[key] for key in ("name", "gb_per_s", "seconds_median")}, "how": how}
-
-
-def row_of(one: Samples, threads: int, numel: int, limit: Samples | None, base: Samples | None, ratio_to: str) -> Row:
-    moved = one.contestant.bytes_per_param
+def _row(one: Samples, samples: dict[tuple[str, str], Samples], best_isa: str, compares_forms: bool) -> Row:
+    state, _, name = one.contestant.name.partition(": ")
+    limit = samples.get((f"{state}: {limit_name(name)}", ""))
+    if compares_forms:
+        base = samples[f"{DEFAULT}: {name}", "" if name.startswith(limit_name("")) else best_isa]
+    else:  # a peer's ratio is to our step with the best instruction set; ours to the same set's plain step
+        base = samples[f"{DEFAULT}: step", one.contestant.isa or best_isa]
     return {
-        "name": one.contestant.name,
+        "name": name,
+        "state": state,
         "isa": one.contestant.isa,
-        "threads": threads,
-        "numel": numel,
         "seconds_median": one.median,
         "seconds_min": one.minimum,
         "samples": len(one.seconds),
-        "bytes_per_param": moved,
-        "gb_per_s": moved * numel / one.median / 1e9,
+        "bytes_per_param": one.contestant.bytes_per_param,
         "of_limit": limit.ratio_to(one) if limit is not None else None,
-        "ratio_to": ratio_to,
-        "ratio": one.ratio_to(base) if base is not None else None,
+        "ratio_to": f"{base.contestant.name} {base.contestant.isa}".strip(),
+        "ratio": one.ratio_to(base),
     }
 
 
@@ -157,18 +128,8 @@ def limit_name(row: str) -> str:
     return f"limit of {row}"
 
 
-def limits(workload: Workload, cpus: Sequence[int]) -> tuple[list[Contestant], dict[str, MemoryLimit]]:
-    """Returns a contestant per row of ours, a walk over the same bytes, and one that only reads what publish reads."""
-    operations = {**OPERATIONS, READING: ("reading", 1)}
-    found = {row: MemoryLimit(*operation, workload, cpus) for row, operation in operations.items()}
-    walks = [Contestant(limit_name(row), "", limit.bytes_per_param, limit.seconds) for row, limit in found.items()]
-    return walks, found
-
-
-def our_kernels(
-    workload: Workload, pool: _native.WorkerPool, isa: str, limits: Mapping[str, MemoryLimit]
-) -> list[Contestant]:
-    """Returns the kernels of one instruction set, driven through the worker pool as the optimizer does."""
+def _calls(workload: Workload, pool: _native.WorkerPool) -> dict[str, Callable[[int], float]]:
+    """Returns our operations, driven through the worker pool as the optimizer does."""
 
     def step() -> None:
         pool.submit(workload.next_work(), Operation.step).wait()
@@ -196,7 +157,7 @@ def our_kernels(
     def settle() -> None:
         pool.submit(workload.current_work, Operation.settle).wait()
 
-    calls = {
+    return {
         "step": timed(step),
         "journaled": timed(journaled),
         "journaled, 2-byte codes": timed(lambda: journaled(2)),
@@ -205,22 +166,21 @@ def our_kernels(
         "publish": timed(publish, finish=settle if workload.split else workload.take_back),
     }
 
-    def with_isa(call: Callable[[int], float]) -> Callable[[int], float]:
-        def seconds(repeats: int) -> float:
-            kernels.set_isa(isa)
-            return call(repeats)
 
-        return seconds
+def _with_isa(call: Callable[[int], float], isa: str) -> Callable[[int], float]:
+    def seconds(repeats: int) -> float:
+        kernels.set_isa(isa)
+        return call(repeats)
 
-    return [Contestant(row, isa, limits[row].bytes_per_param, with_isa(call)) for row, call in calls.items()]
+    return seconds
 
 
-def _peer(name: str, optimizer_class: Any, workload: Workload, step: Any, **options: Any) -> list[Contestant]:
+def _over(workload: Workload, name: str, optimizer_class: Any, step: Any, **options: Any) -> Iterator[Contestant]:
     """Lays another library's optimizer over the workload's memory; ``step``: its step count, in its own form.
 
     The same job is from a bf16 gradient to a bf16 parameter, the bare step from an fp32 gradient to the master.
     """
-    parameter = torch.nn.Parameter(workload.master)
+    parameter = nn.Parameter(workload.master)
     parameter.grad = gradient = workload.gradient.float()
     optimizer = optimizer_class([parameter], **OPTIONS, **options)
     optimizer.state[parameter] = {"step": step, "exp_avg": workload.exp_avg, "exp_avg_sq": workload.exp_avg_sq}
@@ -230,5 +190,15 @@ def _peer(name: str, optimizer_class: Any, workload: Workload, step: Any, **opti
         optimizer.step()
         workload.shadow.copy_(workload.master)
 
-    calls = {STEP: optimizer.step, JOB: same_job}
-    return [Contestant(what.format(name), "", 28.0, timed(call), settles=True) for what, call in calls.items()]
+    for what, call in ((STEP, optimizer.step), (JOB, same_job)):
+        yield Contestant(f": {what.format(name)}", "", 28.0, timed(call), settles=True)
+
+
+def _lean_step(name: str, peer: Peer, numel: int) -> Contestant:
+    """Times a step over fp32 parameters with fp32 gradients."""
+    random = torch.Generator().manual_seed(0)
+    param = nn.Parameter(0.02 * torch.randn(numel, generator=random))
+    param.grad = 1e-3 * torch.randn(numel, generator=random)
+    optimizer = peer.optimizer([param], **OPTIONS)
+    moved = 3 * param.element_size() + 2 * peer.bytes_per_param
+    return Contestant(f"{name}: step", "", moved, timed(optimizer.step), settles=True)

@@ -26,7 +26,7 @@ class PeerMissing(ArgumentError):
 
 
 @dataclass(frozen=True)
-class LeanPeer:
+class Peer:
     """Names a library's class; ``bytes_per_param``: of its moments, scales included."""
 
     module: str
@@ -46,9 +46,9 @@ class LeanPeer:
 
 
 PEERS = {
-    "torchao 8bit": LeanPeer("torchao.optim", "AdamW8bit", 2 * (1 + 4 / 256)),
-    "torchao 4bit": LeanPeer("torchao.optim", "AdamW4bit", 2 * (0.5 + 4 / 128)),
-    "bitsandbytes 8bit": LeanPeer("bitsandbytes.optim", "AdamW8bit", 2 * (1 + 4 / 256)),
+    "torchao 8bit": Peer("torchao.optim", "AdamW8bit", 2 * (1 + 4 / 256)),
+    "torchao 4bit": Peer("torchao.optim", "AdamW4bit", 2 * (0.5 + 4 / 128)),
+    "bitsandbytes 8bit": Peer("bitsandbytes.optim", "AdamW8bit", 2 * (1 + 4 / 256)),
 }
 
 

@@ -6,17 +6,19 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_suite.bare_machine import CARRIED, prepare
 from superoffload.errors import ArgumentError, SuperOffloadError
+from superoffload.host.environment import DEVICE_TIMEOUT
 from superoffload.tools.output import naming_write_errors
 
 NAME = "gpu_suite.json"
 SLOTS = ("first", "second", "third", "superchip")
 _LEFT = 3  # exit status
+_DEVICE_SECONDS = "45"  # after which our link gives a device up: before any job's own time is over
 _SHOWN_LINES, _SHOWN_WIDTH = 25, 160  # of a failed preparation's output
 
 
@@ -86,15 +88,15 @@ def _measure(args: argparse.Namespace) -> int:
         print("\n".join(f"  {name:<38}{entry.kind:<7}{entry.text}" for name, entry in CONTESTANTS.items()))
         print("\n".join(f"left: {job.key}" for job in jobs if results.row(job) is None))
         return 0
-    files = {FILES_VARIABLE: str(path.parent.resolve())}
-    left = run_jobs(jobs, results, args.time_limit - (time.monotonic() - began), retry=args.retry, environment=files)
+    environment = {FILES_VARIABLE: str(path.parent.resolve()), DEVICE_TIMEOUT: _DEVICE_SECONDS}
+    time_left = args.time_limit - (time.monotonic() - began)
+    left = run_jobs(jobs, results, time_left, retry=args.retry, environment=environment)
     rows = results.rows(jobs)
     targets = all_targets(rows)
     found = {"left": [job.key for job in left], "targets": [target.as_json() for target in targets]}
     results.merge(jobs, {"command": sys.argv, "slot": args.slot, "gpu": _gpu(rows), **found})
-    _show_failed_preparations(jobs, results)
     said, goes_on = _describe_left(jobs, left, results)
-    print("\n".join([short_table(rows, targets), *said]))
+    print("\n".join([*_failed_preparations(rows), short_table(rows, targets), *said]))
     if args.toy:
         print("toy sizes: these figures show that it works, and nothing else")
     if any(map(is_wrong, rows)) or not goes_on:  # a failure matters more than what is left
@@ -103,20 +105,30 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if not args.out:
-        raise ArgumentError("out: expected --out DIR, a folder for results and log")
-    if not args.time_limit > 0:
-        raise ArgumentError(f"time_limit={args.time_limit}: expected a positive number of seconds")
-    if args.device in ("cpu", "stand-in") and not args.toy:
-        raise ArgumentError(f"device={args.device}: it shows that the suite works and no times; add --toy")
-    if args.plot or args.json:
-        raise ArgumentError("plot, json: expected --report JSON beside it, whose rows are drawn or written")
-    if args.capped and not (args.contestants or args.tokens):
-        raise ArgumentError("capped: expected --contestants or --tokens beside it; the third slot has capped rows")
-    if args.ranks and (args.slot != "superchip" or min(args.ranks) < 1):
-        raise ArgumentError(f"ranks={args.ranks}: expected numbers of GPUs from 1 on, with --slot superchip")
-    if args.slot == "superchip" and (args.tokens or args.capped):
-        raise ArgumentError("slot=superchip: its rows have tokens of their own; leave out --tokens and --capped")
+    superchip = args.slot == "superchip"
+    for wrong, text in (
+        (not args.out, "out: expected --out DIR, a folder for results and log"),
+        (not args.time_limit > 0, f"time_limit={args.time_limit}: expected a positive number of seconds"),
+        (
+            args.device in ("cpu", "stand-in") and not args.toy,
+            f"device={args.device}: it shows that the suite works and no times; add --toy",
+        ),
+        (args.plot or args.json, "plot, json: expected --report JSON beside it, whose rows are drawn or written"),
+        (
+            args.capped and not (args.contestants or args.tokens),
+            "capped: expected --contestants or --tokens beside it; the third slot has capped rows",
+        ),
+        (
+            args.ranks and (not superchip or min(args.ranks) < 1),
+            f"ranks={args.ranks}: expected numbers of GPUs from 1 on, with --slot superchip",
+        ),
+        (
+            superchip and (args.tokens or args.capped),
+            "slot=superchip: its rows have tokens of their own; leave out --tokens and --capped",
+        ),
+    ):
+        if wrong:
+            raise ArgumentError(text)
 
 
 def _plan(args: argparse.Namespace) -> Any:
@@ -137,40 +149,34 @@ def _gpu(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     return {name: smoke[name] for name in names} if "gpu_memory_bytes" in smoke else None
 
 
-# ---- the end ---------------------------------------------------------------------------------------------------------
-
-
 def _describe_left(jobs: Sequence[Any], left: Sequence[Any], results: Any) -> tuple[list[str], bool]:
     """Returns lines about the jobs left and why, and whether another call of the same command would make progress."""
-    blocked = {job.key: _blocked_by(job, jobs, results) for job in left}
-    counts = Counter(why for why in blocked.values() if why)
-    said = [f"{count} of {len(jobs)} wait for {why}" for why, count in counts.items()]
-    waiting = [job.needed_seconds for job in left if not blocked[job.key]]
-    if waiting:
-        least = f"(a call needs {min(waiting):.0f} s at least)"
-        said.append(f"{len(waiting)} of {len(jobs)} left; the same command goes on {least}")
-    return said, bool(waiting) or not left
+    from benchmarks.gpu_suite.jobs import unmet
+
+    by_key = {job.key: job for job in jobs}
+    waits: Counter[str] = Counter()
+    free = []
+    for job in left:
+        before = (results.latest(by_key[key]) for key in unmet(job, jobs, results))
+        failed = next((row for row in before if row is not None and "error" in row), None)
+        if failed is None:
+            free.append(min(job.needs, job.seconds))
+        else:
+            waits[f"{failed['key']}, which {failed['status']}: {failed['error']}"] += 1
+    said = [f"{count} of {len(jobs)} wait for {why}" for why, count in waits.items()]
+    if free:
+        least = f"(a call needs {min(free):.0f} s at least)"
+        said.append(f"{len(free)} of {len(jobs)} left; the same command goes on {least}")
+    return said, bool(free) or not left
 
 
-def _blocked_by(job: Any, jobs: Sequence[Any], results: Any) -> str:
-    """Returns the failed job that ``job`` comes after; empty if only time was short."""
-    from benchmarks.gpu_suite.jobs import FAILED, TIMED_OUT, unmet
-
-    for key in unmet(job, jobs, results):
-        row = results.latest(next(other for other in jobs if other.key == key))
-        if row is not None and row["status"] in (FAILED, TIMED_OUT):
-            return f"{key}, which {row['status']}: {row['error']}"
-    return ""
-
-
-def _show_failed_preparations(jobs: Sequence[Any], results: Any) -> None:
-    for job in jobs:
-        row = results.latest(job) if job.prepares else None
-        if row is None or "output" not in row or row["status"] == "done":
-            continue
-        print(f"\n{job.key} {row['status']}: {row['error']}; its last words (the log has all of them):")
-        for line in row["output"].rstrip().splitlines()[-_SHOWN_LINES:]:
-            print(f"  {line[:_SHOWN_WIDTH]}")
+def _failed_preparations(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yields the last words of smoke and of DeepSpeed's compiler; the log has all of them."""
+    for row in rows:
+        if "output" in row and "error" in row and row["settings"]["what"] in ("smoke", "deepspeed kernel"):
+            yield f"\n{row['key']} {row['status']}: {row['error']}; its last words:"
+            lines = row.get("output", "").rstrip().splitlines()[-_SHOWN_LINES:]
+            yield from (f"  {line[:_SHOWN_WIDTH]}" for line in lines)
 
 
 if __name__ == "__main__":

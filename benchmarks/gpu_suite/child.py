@@ -8,40 +8,37 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 # Before torch is loaded: spinning threads would take the processors of worker threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Module and function of each measurement; those of training take a row.
+_OF_ROWS = {
+    "train": ("training", "measure"),
+    "published": ("training", "measure"),
+    "trainer": ("trainer_rows", "measure_trainer"),
+}
+_OTHERS = {
+    "races": ("races", "run_races"),
+    "smoke": ("smoke", "run_smoke"),
+    "link": ("machine_rows", "measure_link"),
+    "adam": ("machine_rows", "measure_adam"),
+    "deepspeed kernel": ("machine_rows", "compile_deepspeed_kernel"),
+}
+
 
 def run(what: str, values: dict[str, Any]) -> dict[str, Any]:
-    if what == "train":
-        from benchmarks.gpu_suite.settings import TrainRow
-        from benchmarks.gpu_suite.training import measure
+    module, function = {**_OF_ROWS, **_OTHERS}[what]
+    measure = getattr(import_module(f"benchmarks.gpu_suite.{module}"), function)
+    if what not in _OF_ROWS:
+        found: dict[str, Any] = measure(**values)
+        return found
+    from benchmarks.gpu_suite.settings import TrainRow
 
-        return measure(TrainRow.from_json(values))
-    if what == "races":
-        from benchmarks.gpu_suite.races import run_races
-
-        return run_races(**values)
-    if what in ("smoke", "sanitized"):
-        from benchmarks.gpu_suite import smoke
-
-        return smoke.run_smoke(**values) if what == "smoke" else smoke.run_sanitized(**values)
-    if what == "trainer":
-        from benchmarks.gpu_suite.settings import TrainRow
-        from benchmarks.gpu_suite.trainer_rows import measure_trainer
-
-        return measure_trainer(TrainRow.from_json(values))
-    from benchmarks.gpu_suite import machine_rows
-
-    measurements: dict[str, Any] = {
-        "link": machine_rows.measure_link,
-        "adam": machine_rows.measure_adam,
-        "deepspeed kernel": machine_rows.compile_deepspeed_kernel,
-    }
-    found: dict[str, Any] = measurements[what](**values)
+    found = measure(TrainRow.from_json(values))
     return found
 
 

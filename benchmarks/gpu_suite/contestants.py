@@ -343,12 +343,14 @@ def prepare_deepspeed(device: str) -> None:
 # ---- the list --------------------------------------------------------------------------------------------------------
 
 
-def ours(text: str, *, needs_gpu: bool = False, **setting: Any) -> Entry:
+def ours(text: str, **setting: Any) -> Entry:
+    """``placement`` needs a GPU's memory."""
+    needs_gpu = "placement" in setting
     return Entry("ours", text, lambda model, row: Ours(model, row, Setting(**setting)), needs_gpu=needs_gpu)
 
 
-def deepspeed_entry(text: str, *, needs_gpu: bool = False, **options: Any) -> Entry:
-    return Entry("peer", text, partial(DeepSpeed, **options), "deepspeed", needs_gpu)
+def deepspeed_entry(text: str, **options: Any) -> Entry:
+    return Entry("peer", text, partial(DeepSpeed, **options), "deepspeed", needs_gpu="superoffload" in options)
 
 
 BARE, ALL_ON_DEVICE = "forward and backward only", "all on the device"
@@ -374,18 +376,18 @@ CONTESTANTS: dict[str, Entry] = {
     "ours, eager, every step clipped": ours('delivery="eager"', clipped=1.0, delivery="eager"),
     OURS_SYNCHRONOUS: ours('speculation="never"', speculation="never"),
     **{f"ours, {threads} threads": ours(f"threads={threads}", threads=threads) for threads in THREADS},
-    "ours, placement auto": ours('placement="auto"', placement="auto", needs_gpu=True),
-    "ours, placement 10 %": ours("placement={'gpu_fraction': 0.1}", placement={"gpu_fraction": 0.1}, needs_gpu=True),
+    "ours, placement auto": ours('placement="auto"', placement="auto"),
+    "ours, placement 10 %": ours("placement={'gpu_fraction': 0.1}", placement={"gpu_fraction": 0.1}),
     OURS_BF16: ours('state_dtype="bf16", as torchao has it', state_dtype="bf16"),
     OURS_LEAN: ours('bf16 state, master_dtype="split"', **_LEAN),
     "ours, lean, every step clipped": ours('bf16 state, master_dtype="split"', clipped=1.0, **_LEAN),
     "ours, 8-bit state, split masters": ours('state_dtype="8bit"', state_dtype="8bit", master_dtype="split"),
     "ours, traced": ours("trace=: writes timeline.json.gz", traced=True),
     OURS_FSDP2: Entry("ours", "fully_shard", OursSharded),
-    SUPEROFFLOAD: deepspeed_entry("gradient_clipping off", stage=3, clipping=0.0, superoffload=True, needs_gpu=True),
+    SUPEROFFLOAD: deepspeed_entry("gradient_clipping off", stage=3, clipping=0.0, superoffload=True),
     TORCHAO: Entry("peer", "no clipping, bf16 state", TorchAo, "torchao", needs_gpu=True),
     "DeepSpeed SuperOffload, clipping": deepspeed_entry(
-        f"gradient_{_NO_CLIPPING}", stage=3, clipping=NEVER_CLIPS, superoffload=True, needs_gpu=True
+        f"gradient_{_NO_CLIPPING}", stage=3, clipping=NEVER_CLIPS, superoffload=True
     ),
     ZERO_OFFLOAD: deepspeed_entry(f"stage 2, {_NO_CLIPPING}", stage=2, clipping=NEVER_CLIPS),
     ZERO3_OFFLOAD: deepspeed_entry(f"stage 3, {_NO_CLIPPING}", stage=3, clipping=NEVER_CLIPS),

@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,36 +30,36 @@ from superoffload.tools.output import naming_write_errors
 Row = dict[str, Any]
 
 DONE, FAILED, TIMED_OUT, NOT_HERE = "done", "failed", "timed out", "not here"
-RESULT_PATH = "{result}"  # in a command: the path for its JSON
 ENDS_VARIABLE = "BENCHMARK_JOB_ENDS"  # in a job's environment: when it is ended, by the monotonic clock
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _PYTHON = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}  # a job's output survives its end by a signal
 _PR_SET_PDEATHSIG = 1
 _KEPT_OUTPUT = 200_000  # characters of a job's output in its row; the log has all of it
-_LOGGED_START, _LOGGED_END = 256 << 10, 768 << 10  # bytes of one job in the log, if it prints more than both
+_LOGGED = 512 << 10  # bytes at the start and at the end of one job's output, if it prints more than both
 _ABORTING_SECONDS = 5.0  # between SIGABRT, which makes Python print its threads' stacks, and SIGKILL
 
 
 @dataclass(frozen=True)
 class Job:
-    """Describes one measurement. ``settings``: what its result depends on besides the machine and the sources."""
+    """Describes one measurement: child.py's ``what`` with ``values``, which are its settings too."""
 
     key: str
-    command: Sequence[str]
-    settings: Mapping[str, Any]
+    what: str
+    values: Mapping[str, Any]
     seconds: float = 180.0  # at most
-    environment: Mapping[str, str] = field(default_factory=dict)
+    needs: float = 60.0  # seconds that a call must have left to begin it
     absent: str | None = None  # why it cannot be measured here
-    keeps_output: bool = False  # its output is part of the result: a table, the results of tests
-    sources: tuple[str, ...] = PACKAGE  # its source files: benchmarks/sources.py
-    needs: float | None = None  # seconds that a call must have left to begin it; None: ``seconds``
+    sources: tuple[str, ...] = PACKAGE  # files that decide its result
     after: tuple[str, ...] = ()  # keys of jobs that must succeed first
     prepares: bool = False  # prepares later jobs: runs again on every machine, and after every failure
+    keeps_output: bool = False  # its output is part of the result
+    starts: Sequence[str] = (sys.executable,)  # what starts child.py
+    command: Sequence[str] = ()  # instead of child.py; it writes no result
 
     @property
-    def needed_seconds(self) -> float:
-        return self.seconds if self.needs is None else min(self.needs, self.seconds)
+    def settings(self) -> Row:
+        return {"what": self.what, **self.values}
 
 
 class Results:
@@ -73,9 +73,8 @@ class Results:
         self.path, self.log = path, path.with_suffix(".log")
         self._header = {**facts(), "limit": None}
         self._rows: dict[str, Row] = {}
-        for each in (earlier, path):
-            report = None if each is None else _read(each)
-            self._rows.update({row["key"]: row for row in (report or {}).get("rows", [])})
+        for each in filter(None, (earlier, path)):
+            self._rows.update({row["key"]: row for row in (_read(each) or {}).get("rows", [])})
 
     def latest(self, job: Job) -> Row | None:
         """Returns the latest result with these sources and settings, from here or elsewhere, good or bad."""
@@ -113,49 +112,36 @@ class Results:
 
 
 def run_jobs(
-    jobs: Sequence[Job],
-    results: Results,
-    time_limit: float,
-    *,
-    retry: bool,
-    environment: Mapping[str, str],
+    jobs: Sequence[Job], results: Results, time_limit: float, *, retry: bool, environment: Mapping[str, str]
 ) -> list[Job]:
     """Runs what has no result yet for at most ``time_limit`` seconds; returns the jobs that are left, in order.
 
     It does not begin a job with less time left than that needs; a later one that needs less may run. ``retry``: jobs
-    that failed or took too long in an earlier call run again. ``environment``: of all jobs, beside their own.
+    that failed or took too long in an earlier call run again.
     """
     deadline = time.monotonic() + time_limit
-    before = {job.key for job in jobs if results.row(job) is not None}
+    ended = {job.key for job in jobs if results.row(job) is not None}
     if retry:
-        before -= {row["key"] for row in results.rows(jobs) if row["status"] in (FAILED, TIMED_OUT)}
-    wanted = _waited_for(jobs, before)
-    left: list[Job] = []
-    with tempfile.TemporaryDirectory(prefix="superoffload-jobs-") as scratch:
-        for number, job in enumerate(jobs, 1):
-            if job.key in before or (job.prepares and job.key not in wanted):
-                continue
-            if job.absent is not None:
-                results.add(job, NOT_HERE, 0.0, error=job.absent)
-                continue
-            remaining = deadline - time.monotonic()
-            if remaining < job.needed_seconds or unmet(job, jobs, results):
-                left.append(job)
-                continue
-            print(f"[{number}/{len(jobs)}] {job.key}", flush=True)
-            if not _run(job, results, remaining, Path(scratch), environment):
-                left.append(job)
-    return left
-
-
-def _waited_for(jobs: Sequence[Job], ended: set[str]) -> set[str]:
-    """Returns keys of preparations for what this call would run."""
-    found: set[str] = set()
+        ended -= {row["key"] for row in results.rows(jobs) if row["status"] in (FAILED, TIMED_OUT)}
+    wanted: set[str] = set()  # of the preparations, those for what this call would run
     for job in reversed(jobs):
-        runs = job.key in found if job.prepares else job.key not in ended
-        if runs and job.absent is None:
-            found.update(job.after)
-    return found
+        if job.absent is None and (job.key in wanted if job.prepares else job.key not in ended):
+            wanted.update(job.after)
+    left: list[Job] = []
+    for number, job in enumerate(jobs, 1):
+        if job.key in ended or (job.prepares and job.key not in wanted):
+            continue
+        if job.absent is not None:
+            results.add(job, NOT_HERE, 0.0, error=job.absent)
+            continue
+        remaining = deadline - time.monotonic()
+        if remaining < min(job.needs, job.seconds) or unmet(job, jobs, results):
+            left.append(job)
+            continue
+        print(f"[{number}/{len(jobs)}] {job.key}", flush=True)
+        if not _run(job, results, remaining, environment):
+            left.append(job)
+    return left
 
 
 def unmet(job: Job, jobs: Sequence[Job], results: Results) -> list[str]:
@@ -164,28 +150,25 @@ def unmet(job: Job, jobs: Sequence[Job], results: Results) -> list[str]:
     return [key for key in job.after if (row := results.row(by_key[key])) is None or row["status"] != DONE]
 
 
-def _run(job: Job, results: Results, remaining: float, scratch: Path, shared: Mapping[str, str]) -> bool:
+def _run(job: Job, results: Results, remaining: float, shared: Mapping[str, str]) -> bool:
     """Runs a job; returns False if the call's time was over before the job's own."""
-    result_path = scratch / "result.json"
-    result_path.unlink(missing_ok=True)
-    command = [str(result_path) if part == RESULT_PATH else part for part in job.command]
-    seconds = min(job.seconds, remaining)
-    began = time.monotonic()
-    environment = {**os.environ, **_PYTHON, **shared, **job.environment, ENDS_VARIABLE: str(began + seconds)}
-    with naming_write_errors(results.log):
-        status, output = _logged(job.key, command, environment, results.log, seconds)
-    took = time.monotonic() - began
-    kept = {"output": output[-_KEPT_OUTPUT:]}
+    seconds, began = min(job.seconds, remaining), time.monotonic()
+    environment = {**os.environ, **_PYTHON, **shared, ENDS_VARIABLE: str(began + seconds)}
+    with tempfile.TemporaryDirectory(prefix="superoffload-job-") as scratch, naming_write_errors(results.log):
+        path = Path(scratch, "result.json")
+        child = ["-m", "benchmarks.gpu_suite.child", job.what, json.dumps(job.values), str(path)]
+        status, output = _logged(job.key, job.command or [*job.starts, *child], environment, results.log, seconds)
+        found = _read(path)
+    took, kept = time.monotonic() - began, {"output": output[-_KEPT_OUTPUT:]}
+    if status is None and seconds < job.seconds:
+        return False
     if status is None:
-        if seconds < job.seconds:
-            return False
         results.add(job, TIMED_OUT, took, error=f"not ended within {job.seconds:g} s", **kept)
-        return True
-    found = _read(result_path)
-    if status != 0 or (found is None and RESULT_PATH in job.command):
+    elif status != 0 or (found is None and not job.command):
         why = f"exit status {status}" if status else "it wrote no result"
+        last = ([line.strip() for line in output.splitlines() if line.strip()] or ["it printed nothing"])[-1]
         partly = {"result": found} if found is not None else {}  # a failed check still has its figures
-        results.add(job, FAILED, took, error=f"{why}: {_last_line(output)}", **kept, **partly)
+        results.add(job, FAILED, took, error=f"{why}: {last[:300]}", **kept, **partly)
     else:
         results.add(job, DONE, took, result=found, **(kept if job.keeps_output else {}))
     return True
@@ -201,13 +184,9 @@ def _logged(
         start = file.tell()
         status = _ended(command, environment, file, seconds)
         file.seek(start)
-        cut = os.fstat(file.fileno()).st_size - start - _LOGGED_START - _LOGGED_END
-        if cut <= 0:
-            printed = file.read()
-        else:
-            printed = file.read(_LOGGED_START) + f"\n[{cut} bytes cut out here]\n".encode()
-            file.seek(-_LOGGED_END, os.SEEK_END)
-            printed += file.read()
+        printed = file.read()
+        if len(printed) > 2 * _LOGGED:
+            printed = printed[:_LOGGED] + b"\n[the middle was cut out here]\n" + printed[-_LOGGED:]
             file.truncate(start)
             file.write(printed)
         return status, printed.decode(errors="replace")
@@ -246,36 +225,16 @@ def boot() -> str:
     mark = Path(tempfile.gettempdir(), "superoffload-this-machine")
     with suppress(FileExistsError), mark.open("x") as file:
         file.write(uuid.uuid4().hex)
-    try:
-        started = _BOOT.read_text().strip()
-    except OSError:
-        started = ""
-    return f"{mark.read_text()}-{started}"
-
-
-def _last_line(output: str) -> str:
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it printed nothing"
+    return f"{mark.read_text()}-{_BOOT.read_text().strip() if _BOOT.exists() else ''}"
 
 
 def plain(values: Any) -> Any:
-    """Returns values as JSON gives them back; NaN and infinities, which it lacks, become "NaN" and "Infinity"."""
+    """Returns values as JSON gives them back; NaN and infinities, which it lacks, become None."""
     if isinstance(values, Mapping):
         return {str(name): plain(value) for name, value in values.items()}
     if isinstance(values, (list, tuple)):
         return [plain(value) for value in values]
-    if isinstance(values, float) and not math.isfinite(values):
-        return json.dumps(values)
-    return values
-
-
-def with_numbers(values: Any) -> Any:
-    """Reverses ``plain``, for code that computes or prints."""
-    if isinstance(values, Mapping):
-        return {name: with_numbers(value) for name, value in values.items()}
-    if isinstance(values, list):
-        return [with_numbers(value) for value in values]
-    return float(values) if values in ("NaN", "Infinity", "-Infinity") else values
+    return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
 def _read(path: Path) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.adam.kernels import run_adam
+from benchmarks.adam.kernels import measure
 from benchmarks.gpu_suite.devices import Device, open_device
 from benchmarks.timing import Contestant, Rounds, interleave
 from superoffload import kernels
@@ -95,10 +95,13 @@ def measure_adam(numel: int, seconds: float, threads: list[int] | None = None) -
     """
     most = len(worker_cpus(None))
     counts = [count for count in threads or () if count <= most] or [len(worker_cpus(None, beside_device=True))]
-    found = run_adam(numel, (), counts, [kernels.available_isas()[-1]], seconds, with_deepspeed=False)
-    steps = {row["threads"]: row["seconds_median"] / numel for row in found["rows"] if row["name"] == "step"}
+    rows = []
+    for count in counts:  # the last one with all operations
+        only = () if count == counts[-1] else ("step", "journaled")
+        rows += measure(numel, count, [kernels.available_isas()[-1]], seconds if not only else 2.0, only=only)
+    steps = {row["threads"]: row["seconds_median"] / numel for row in rows if row["name"] == "step"}
     by_threads = {str(count): steps[count] for count in counts}
-    return {"threads": counts[-1], "step_seconds_per_param": steps[counts[-1]], "by_threads": by_threads, **found}
+    return {"threads": counts[-1], "step_seconds_per_param": steps[counts[-1]], "by_threads": by_threads, "rows": rows}
 
 
 def compile_deepspeed_kernel() -> dict[str, Any]:

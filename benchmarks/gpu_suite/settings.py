@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.training.config import ModelConfig
@@ -16,58 +16,30 @@ LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.1
 NEVER_CLIPS, ALWAYS_CLIPS = 1e6, 1e-3
 
 GIB = 1 << 30
+CAPPED_GIB, _CAPPED_MICRO_BATCH = 14.0, 2048  # GPU memory of the capped rows, and tokens of their micro-batches
 
 
 @dataclass(frozen=True)
 class Size:
-    """Describes a size. ``tokens``: per step, the headline's first. ``capped_gib``: GPU memory of the capped rows."""
+    """Describes a size. ``tokens``: per step, the headline's first."""
 
     model: ModelConfig
     tokens: tuple[int, ...]
-    more_tokens: tuple[int, ...]  # of the sweep
     micro_batch_tokens: int
-    capped_tokens: tuple[int, ...]
-    capped_micro_batch_tokens: int
-    capped_gib: float
-    warm_up: int
-    blocks: int
-    steps: int  # per block
-    adam_numel: int
-    adam_seconds: float
+    blocks: tuple[int, int, int]  # steps to warm up, blocks, steps of each block
+    adam: tuple[int, float]  # parameters, seconds
     copy_bytes: int
 
 
 # A billion parameters; everything on the GPU takes 20 bytes for each of them, so 20 GB without a single activation.
 FULL = Size(
-    model=ModelConfig(layers=16, hidden=2048, heads=32, kv_heads=8, mlp=8192, sequence=2048),
-    tokens=(8192, 32768),
-    more_tokens=(16384, 4096, 2048, 65536, 1024),
-    micro_batch_tokens=16384,
-    capped_tokens=(8192, 32768),
-    capped_micro_batch_tokens=2048,
-    capped_gib=14.0,
-    warm_up=4,
-    blocks=4,
-    steps=5,
-    adam_numel=1 << 26,
-    adam_seconds=8.0,
-    copy_bytes=1 << 28,
-)
+    ModelConfig(layers=16, hidden=2048, heads=32, kv_heads=8, mlp=8192, sequence=2048),
+    tokens=(8192, 32768), micro_batch_tokens=16384, blocks=(4, 4, 5), adam=(1 << 26, 8.0), copy_bytes=1 << 28,
+)  # fmt: skip
 TOY = Size(
-    model=ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, mlp=128, sequence=32),
-    tokens=(64,),
-    more_tokens=(32,),
-    micro_batch_tokens=32,
-    capped_tokens=(),  # the memory of a CPU is not capped
-    capped_micro_batch_tokens=32,
-    capped_gib=1.0,
-    warm_up=1,
-    blocks=2,
-    steps=1,
-    adam_numel=1 << 14,
-    adam_seconds=0.1,
-    copy_bytes=1 << 20,
-)
+    ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, mlp=128, sequence=32),
+    tokens=(64,), micro_batch_tokens=32, blocks=(1, 2, 1), adam=(1 << 14, 0.1), copy_bytes=1 << 20,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,18 +72,18 @@ class TrainRow:
         return TrainRow(**{**fields, "model": ModelConfig(**values["model"])})
 
 
-def train_row(contestant: str, device: str, size: Size, tokens: int, capped: bool) -> TrainRow:
+def train_row(
+    contestant: str, device: str, size: Size, tokens: int, *, capped: bool = False, micro_batches: int | None = None
+) -> TrainRow:
     """Splits ``tokens`` per step into micro-batches of the model's sequences, or shorter ones if they are fewer."""
     sequence = min(size.model.sequence, tokens)
-    largest = size.capped_micro_batch_tokens if capped else size.micro_batch_tokens
-    batch = max(1, min(largest, tokens) // sequence)
+    largest = _CAPPED_MICRO_BATCH if capped else size.micro_batch_tokens
+    batch = max(1, min(largest, tokens // (micro_batches or 1)) // sequence)
     if tokens % (batch * sequence):
         raise ArgumentError(f"tokens={tokens}: expected a multiple of {batch * sequence}, the tokens of a micro-batch")
-    model = ModelConfig(**{**asdict(size.model), "sequence": sequence})
-    return TrainRow(
-        contestant, device, model, tokens // (batch * sequence), batch, size.warm_up, size.blocks, size.steps,
-        size.capped_gib if capped else None,
-    )  # fmt: skip
+    count = micro_batches or tokens // (batch * sequence)
+    model = replace(size.model, sequence=sequence)
+    return TrainRow(contestant, device, model, count, batch, *size.blocks, CAPPED_GIB if capped else None)
 
 
 def published_sizes(toy: bool) -> tuple[int, ...]:
@@ -124,7 +96,7 @@ def published_row(contestant: str, device: str, ranks: int, hidden: int, toy: bo
     multiple = 16 if toy else 1024
     inner = multiple * math.ceil(int(1.3 * int(2 * 4 * hidden / 3)) / multiple)  # Llama's rule, times 1.3
     if toy:
-        model = ModelConfig(layers=2, hidden=hidden, heads=4, kv_heads=2, mlp=inner, sequence=32, vocabulary=512)
-        return TrainRow(contestant, device, model, 1, 4, warm_up=1, blocks=2, steps=1, ranks=ranks)
-    model = ModelConfig(layers=32, hidden=hidden, heads=32, kv_heads=8, mlp=inner, sequence=2048, vocabulary=131_072)
+        model = replace(TOY.model, hidden=hidden, mlp=inner, vocabulary=512)
+        return TrainRow(contestant, device, model, 1, 4, *TOY.blocks, ranks=ranks)
+    model = replace(FULL.model, layers=32, hidden=hidden, mlp=inner, vocabulary=131_072)
     return TrainRow(contestant, device, model, 1, 1, warm_up=100, blocks=9, steps=100, ranks=ranks)

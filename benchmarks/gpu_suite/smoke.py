@@ -5,15 +5,7 @@ It takes seconds, and says what it is doing before it does it, so that a hang sh
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +14,8 @@ from benchmarks.gpu_suite.bare_machine import PACKAGES
 from benchmarks.gpu_suite.devices import open_device
 from benchmarks.gpu_suite.given_gradients import Run, train
 from benchmarks.report import installed
-from superoffload.errors import ArgumentError
 
 WAYS = {"flag": True, "event": False}  # how the host notices an arrival: CudaOptions.arrival_flag
-_SANITIZER = "compute-sanitizer"
-_FOUND = 99  # its exit status after it found an error
-_ERRORS = re.compile(r"ERROR SUMMARY: (\d+) errors?")
-_OWN_TROUBLE = re.compile(r"Device not supported|Internal Sanitizer Error")
-_REPORT = re.compile(r"Invalid|Misaligned|Uninitialized|Leaked|Program hit")
 
 
 def run_smoke(device_name: str) -> dict[str, Any]:
@@ -74,51 +60,3 @@ def differences(run: Run, expected: Run) -> list[str]:
         if unequal:
             found.append(f"parameter {index}: {unequal} of {param.numel()} elements differ")
     return found
-
-
-# ---- under NVIDIA's memory checker -----------------------------------------------------------------------------------
-
-
-def sanitizer() -> str | None:
-    """Returns the program's path, from PATH or a CUDA toolkit; None without one."""
-    places = [shutil.which(_SANITIZER), *map(str, sorted(Path("/usr/local").glob(f"cuda*/bin/{_SANITIZER}")))]
-    return next((place for place in places if place is not None), None)
-
-
-def run_sanitized(device_name: str, seconds: float) -> dict[str, Any]:
-    """Runs the same under compute-sanitizer: ``wrong`` has what it found; ``unchecked`` why it could not look."""
-    program = sanitizer()
-    if program is None:
-        raise ArgumentError(f"{_SANITIZER} is not installed: it is part of the CUDA toolkit")
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log")
-        command = [
-            program, "--tool", "memcheck", "--report-api-errors", "no", "--target-processes", "all",
-            "--error-exitcode", str(_FOUND), "--log-file", str(log),
-            sys.executable, "-m", "benchmarks.gpu_suite.child", "smoke", json.dumps({"device_name": device_name}),
-            os.devnull,
-        ]  # fmt: skip
-        try:
-            status: int | None = subprocess.run(command, timeout=seconds).returncode
-        except subprocess.TimeoutExpired:
-            status = None
-        said = log.read_text(errors="replace") if log.exists() else ""
-    print(said, flush=True)
-    return judged(status, said, seconds)
-
-
-def judged(status: int | None, said: str, seconds: float) -> dict[str, Any]:
-    """Judges the exit status (None: not ended) and the output of compute-sanitizer."""
-    if status is None:
-        return {"unchecked": f"not ended within {seconds:g} s", "wrong": []}
-    summary = _ERRORS.findall(said)
-    if not summary:
-        lines = [line.strip("= ") for line in said.splitlines() if "rror" in line]
-        return {"unchecked": lines[0] if lines else f"it ended with {status} and no summary", "wrong": []}
-    trouble = _OWN_TROUBLE.search(said)
-    if trouble and not _REPORT.search(said):
-        return {"unchecked": f"{trouble[0]}; the log has all of it", "wrong": []}
-    errors = int(summary[-1])
-    if errors == 0 and status != 0:  # without the tool the same program has just run well: its own trouble
-        return {"unchecked": f"what it ran ended with {status}; the log has why", "wrong": []}
-    return {"errors": errors, "wrong": [f"{errors} errors; the log has them"] if errors else []}

@@ -6,125 +6,102 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu_suite.jobs import DONE
-from benchmarks.gpu_suite.targets import Found, Target, exposed_seconds
+from benchmarks.gpu_suite.settings import GIB
+from benchmarks.gpu_suite.targets import MISSED, Row, Target, exposed_seconds, setting_name, setting_of, trained
 
-_GIB = 1 << 30
 _SHORT = 3900  # bytes that are sure to be seen if only the end of the output is
 _WHY = 60  # characters of an error in the short table
 _CUT = "... the rest: python -m benchmarks.gpu_suite --report gpu_suite.json"
 
 
-def table(rows: Sequence[Mapping[str, Any]], targets: Sequence[Target]) -> str:
-    """Returns the whole table."""
-    return "\n".join([*_trust(rows), *_machine(Found(rows)), *_training(rows), *_others(rows), *_targets(targets)])
+def table(rows: Sequence[Row], targets: Sequence[Target], why: int | None = None) -> str:
+    """Returns the whole table; ``why``: characters of an error."""
+    return "\n".join([*_trust(rows, why), *_machine(rows), *_training(rows, why), *_targets(targets)])
 
 
-def short_table(rows: Sequence[Mapping[str, Any]], targets: Sequence[Target]) -> str:
+def short_table(rows: Sequence[Row], targets: Sequence[Target]) -> str:
     """Returns at most 4 KB: without unmeasured targets, and cut off at the end if it is still too long."""
-    measured = [target for target in targets if target.value is not None or target.verdict == "missed"]
-    training = [*_training(rows, _WHY), *_others(rows, _WHY)]
-    lines = [*_trust(rows, _WHY), *_machine(Found(rows)), *training, *_targets(measured)]
+    measured = [target for target in targets if target.value is not None or target.verdict == MISSED]
     found: list[str] = []
-    for line in lines:
+    for line in table(rows, measured, _WHY).splitlines():
         if sum(len(each.encode()) + 1 for each in [*found, line, _CUT]) > _SHORT:
             return "\n".join([*found, _CUT])
         found.append(line)
     return "\n".join(found)
 
 
-def _trust(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> Iterator[str]:
+def _trust(rows: Sequence[Row], width: int | None) -> Iterator[str]:
     """Yields smoke, tests, races and everything else besides training: their results, or why there are none."""
     for row in rows:
-        what = row["settings"].get("what")
-        if what in ("train", "trainer", "published") or (
-            row["status"] == DONE and what not in ("smoke", "tests", "races")
-        ):
-            continue
-        yield f"{row['key']}: {_outcome(row)[:width]}"
+        if "contestant" not in row["settings"] and (row["status"] != DONE or not _is_of_machine(row)):
+            yield f"{row['key']}: {_outcome(row)[:width]}"
 
 
-def _outcome(row: Mapping[str, Any]) -> str:
+def _is_of_machine(row: Row) -> bool:
+    return row["settings"].get("what") in ("link", "adam", "deepspeed kernel")
+
+
+def _outcome(row: Row) -> str:
     if row["status"] != DONE:
         return f"{row['status']}: {row['error']}"
-    if row["settings"]["what"] == "tests":
-        return str((row.get("output", "").strip().splitlines() or ["no output"])[-1].strip("= "))
-    result = row["result"]
-    if row["settings"]["what"] == "races":
+    what, result = row["settings"]["what"], row["result"]
+    last = str((row.get("output", "").strip().splitlines() or ["no output"])[-1]).strip("= ")
+    if what == "races":
         return f"{len(result['different_seeds'])} of {len(result['seeds'])} runs with delays differ"
-    if "unchecked" in result:
-        return f"not checked: {result['unchecked']}"
-    if "errors" in result:
-        return f"ok, {result['errors']} errors"
+    if what == "tests" or "sanitizer" in row["key"]:  # which ends with a summary, unless it does not know the device
+        return last
     ways = ["flag" if facts.get("uses_flag") else "event" for facts in result["ways"].values()]
     return f"ok, arrivals by {' and '.join(ways)}"
 
 
-def _machine(found: Found) -> Iterator[str]:
-    link, adam, threads = (found.machine(what) for what in ("link", "adam", "adam, by threads"))
-    if link is not None:
+def _machine(rows: Sequence[Row]) -> Iterator[str]:
+    found = {row["key"]: row["result"] for row in rows if _is_of_machine(row) and row["status"] == DONE}
+    if link := found.get("link"):
         yield (
             f"link: down {link['down_gb_per_s']:.1f} GB/s, up {link['up_gb_per_s']:.1f} GB/s, "
             f"together {link['both_gb_per_s']:.1f} GB/s each way ({link['device']})"
         )
-    if adam is not None:
+    if adam := found.get("adam"):
         yield f"CPU step: {1e9 * adam['step_seconds_per_param']:.3f} s per 10^9 parameters, {adam['threads']} threads"
-    if threads is not None:
+    if threads := found.get("adam, by threads"):
         times = [f"{count}: {1e9 * seconds:.3f}" for count, seconds in threads["by_threads"].items()]
         yield f"CPU step by threads, s per 10^9 parameters: {', '.join(times)}"
 
 
-def _training(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> Iterator[str]:
-    found = Found(rows)
-    for setting in found.settings():
-        tokens, capped = setting
-        exposed = exposed_seconds(found, setting)
-        yield _heading(f"{tokens} tokens per step{', GPU memory capped' if capped else ''}")
-        for row in found.rows:
-            settings = row["settings"]
-            if settings.get("what") == "train" and (settings["tokens"], settings["capped_gib"] is not None) == setting:
-                yield _line(row, exposed, width)
-
-
-def _heading(text: str) -> str:
-    return f"{text:<34}{'ms/step':>9}{'tokens/s':>9}{'exposed':>8}{'GPU GiB':>8}{'host':>7}{'loss':>7}"
-
-
-def _others(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> Iterator[str]:
-    """Yields Trainer's rows, and the published evaluation's, whose memory and loss are those of the first rank."""
-    before = ""
-    for row in Found(rows).rows:
+def _training(rows: Sequence[Row], width: int | None) -> Iterator[str]:
+    """Yields rows below a heading per setting; memory and loss of several ranks are those of the first."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
         settings = row["settings"]
-        if settings.get("what") == "published":
-            title = f"hidden {settings['model']['hidden']}, ranks: {settings['ranks']}"
+        if (setting := setting_of(row)) is not None:
+            groups.setdefault(setting_name(setting), []).append(row)
+        elif settings.get("what") == "published":
+            groups.setdefault(f"hidden {settings['model']['hidden']}, ranks: {settings['ranks']}", []).append(row)
         elif settings.get("what") == "trainer":
-            title = f"Trainer, {settings['tokens']} tokens per step"
-        else:
-            continue
-        if title != before:
-            yield _heading(title)
-        before = title
-        yield _line(row, {}, width)
+            groups.setdefault(f"Trainer, {settings['tokens']} tokens", []).append(row)
+    for title, members in groups.items():
+        setting = setting_of(members[0])
+        exposed = {} if setting is None else exposed_seconds(trained(members, setting))
+        yield f"{title:<34}{'ms/step':>9}{'tokens/s':>9}{'exposed':>8}{'GPU GiB':>8}{'host':>7}{'loss':>7}"
+        yield from (_line(row, exposed, width) for row in members)
 
 
-def _line(row: Mapping[str, Any], exposed: Mapping[str, float], width: int | None) -> str:
-    settings = row["settings"]
-    name = settings["contestant"]
-    result = row.get("result") or {}
+def _line(row: Row, exposed: Mapping[str, float], width: int | None) -> str:
+    name, result = row["settings"]["contestant"], row.get("result") or {}
     if "seconds_median" not in result:
         why = result.get("missing") or ("out of memory" if "out_of_memory" in result else None)
         why = why or f"{row['status']}: {row.get('error', '')}"
         return f"  {name:<32}{why[:width]}"
-    seconds = 1e3 * result["seconds_median"]
-    shown = f"{1e3 * exposed[name]:8.1f}" if name in exposed else " " * 8
+    gpu, host = (_shown(result.get(key), 1, GIB) for key in ("gpu_used_bytes", "host_peak_resident_bytes"))
     return (
-        f"  {name:<32}{seconds:9.1f}{result['tokens_per_second']:9.0f}{shown}"
-        f"{_gib(result.get('gpu_used_bytes')):>8}{_gib(result['host_peak_resident_bytes']):>7}"
-        f"{result['final_loss']:7.3f}{_fates(result.get('timed') or {})}"
+        f"  {name:<32}{1e3 * result['seconds_median']:9.1f}{result['tokens_per_second']:9.0f}"
+        f"{_shown(exposed.get(name), 1, 1e-3):>8}{gpu:>8}{host:>7}{_shown(result['final_loss'], 3):>7}"
+        f"{_fates(result.get('timed') or {})}"
     )
 
 
-def _gib(size: int | None) -> str:
-    return "-" if size is None else f"{size / _GIB:.1f}"
+def _shown(value: float | None, digits: int, unit: float = 1.0) -> str:
+    return "-" if value is None else f"{value / unit:.{digits}f}"
 
 
 def _fates(timed: Mapping[str, Any]) -> str:
@@ -141,7 +118,5 @@ def _targets(targets: Sequence[Target]) -> Iterator[str]:
         yield "targets"
     for target in targets:
         why = f" ({target.why})" if target.why else ""
-        if target.value is None or target.bound is None:
-            yield f"  {target.verdict:<13}{target.name}{why}"
-        else:
-            yield f"  {target.verdict:<13}{target.name}: {target.value:.2f}, at most {target.bound:.2f}{why}"
+        measured = "" if target.value is None else f": {target.value:.2f}, at most {target.bound:.2f}"
+        yield f"  {target.verdict:<13}{target.name}{measured}{why}"
