@@ -37,7 +37,7 @@ CHECKED := checkpoints/loading checkpoints/manifests checkpoints/saving engine/b
     kernels/float_environment kernels/journal kernels/kernels kernels/reference links/cuda/cuda_link \
     links/cuda/cuda_streams optimizer/adamw optimizer/cpu_adamw \
     optimizer/changed_groups optimizer/delivery optimizer/edited_gradients \
-    optimizer/metrics optimizer/parameter_writes optimizer/second_backward optimizer/timeline \
+    optimizer/metrics optimizer/parameter_writes optimizer/timeline \
     optimizer/unknown_arguments optimizer/unusual_parameters optimizer/user_code project/docs project/packaging \
     project/public_names tools/plan tools/verify tools/command_line tools/doctor
 TARGETS := demo test check docs build lint types format native-test clang-test sanitize-addresses sanitize-threads \

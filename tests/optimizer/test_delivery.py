@@ -240,10 +240,6 @@ def test_step_returns_before_anything_is_delivered_and_each_module_waits_for_its
         assert not torch.equal(weights(model), before)
 
 
-def end(event: dict[str, Any]) -> float:
-    return float(event["ts"] + event["dur"]) - 0.01  # rounded to nanoseconds
-
-
 def test_a_worker_that_fails_is_reported_where_it_lands() -> None:
     twin = odd()
     with made(twin, "eager", speculation="never") as eager:
