@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -145,31 +143,6 @@ def test_what_one_rank_cannot_do_no_rank_does(ranks: Any, tmp_path: Path) -> Non
         assert ("another save has taken this name" if rank else "exists already") in taken
         assert "rank-00001.safetensors" in damaged and "damaged" in damaged
     assert sorted(os.listdir(tmp_path)) == ["b", "c"]
-
-
-def saver_dies(folder: str) -> list[str]:
-    """The second rank never writes its part; then it has no room for it, which takes no time-out to be known."""
-    model, options = build("fsdp2")
-    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
-    errors = []
-    with optimizer_of(model, **options) as optimizer:
-        for name, harm, timeout in (("saving.Job.hand_in", mock.Mock(), 1.0), ("tensor_files.os.pwrite", full, 600.0)):
-            with contextlib.ExitStack() as stack:
-                if dist.get_rank() == 1:
-                    stack.enter_context(mock.patch(f"superoffload.checkpoints.{name}", harm))
-                    timeout *= 3
-                errors.append(error_of(partial(checkpoints.save, folder, model, optimizer, timeout=timeout)))
-            dist.barrier()
-    return errors
-
-
-def test_a_rank_that_does_not_write_is_named_and_nothing_is_left(tmp_path: Path) -> None:
-    (lost, told), (second, full) = on_ranks(2, saver_dies, str(tmp_path / "a"))
-    assert "RankError" in lost and "rank 1 has not written its part" in lost
-    assert "RankError" in second
-    assert "RankError" in told and "rank 1 could not write its part" in told
-    assert "DiskError" in full and f"{tmp_path / 'a'}: not saved (No space left on device; " in full
-    assert list(tmp_path.iterdir()) == []
 
 
 # ---- torch.distributed.checkpoint -------------------------------------------------------------------------------
