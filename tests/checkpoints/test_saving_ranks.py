@@ -163,41 +163,33 @@ class Loop:
         return everything(self.model, self.optimizer)
 
 
-def dcp_save(folder: str, way: str, flat: bool = False) -> list[State]:
-    """All state when it was saved, and two steps later."""
-    loop = Loop(way=way)
-    at_save = loop.steps(range(3))
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    model, optimizer = get_state_dict(loop.model, loop.optimizer, options=options)
-    state_dict_saver.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-    with loop.optimizer:
-        return [at_save, loop.steps(range(3, 5))]
-
-
-def dcp_load(folder: str, way: str, flat: bool = False) -> list[State]:
-    loop = Loop(4, way)
-    loop.steps(range(20, 21))
+def dcp(folder: str, way: str, saves: bool, flat: bool = False) -> list[State]:
+    """All state when it was saved or loaded, and two steps later."""
+    loop = Loop(0 if saves else 4, way)
+    at_save = loop.steps(range(3) if saves else range(20, 21))
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model, optimizer = get_state_dict(loop.model, loop.optimizer, options=options)
     values: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    state_dict_loader.load(values, checkpoint_id=folder)
-    set_state_dict(
-        loop.model, loop.optimizer, model_state_dict=model, optim_state_dict=values["optimizer"], options=options
-    )
+    if saves:
+        state_dict_saver.save(values, checkpoint_id=folder)
+    else:
+        state_dict_loader.load(values, checkpoint_id=folder)
+        given: dict[str, Any] = {"model_state_dict": model, "optim_state_dict": values["optimizer"]}
+        set_state_dict(loop.model, loop.optimizer, **given, options=options)
     with loop.optimizer:
-        return [loop.steps(range(0)), loop.steps(range(3, 5))]
+        return [at_save if saves else loop.steps(range(0)), loop.steps(range(3, 5))]
 
 
 @pytest.mark.parametrize(("way", "count"), [("fsdp2", 2), ("8-bit moments", 4)])
 def test_torch_distributed_checkpoint(way: str, count: int, tmp_path: Path) -> None:
-    (at_save, at_end), *_ = on_ranks(2, dcp_save, str(tmp_path), way)
-    for now, then in on_ranks(count, dcp_load, str(tmp_path), way):
+    (at_save, at_end), *_ = on_ranks(2, dcp, str(tmp_path), way, True)
+    for now, then in on_ranks(count, dcp, str(tmp_path), way, False):
         assert same(now, at_save) and (count != 2 or same(then, at_end))
 
 
 def test_torch_distributed_checkpoint_of_stages(tmp_path: Path) -> None:
-    results = on_stages(2, dcp_save, str(tmp_path), "fsdp2", True)
-    loaded = on_stages(2, dcp_load, str(tmp_path), "fsdp2", True)
+    results = on_stages(2, dcp, str(tmp_path), "fsdp2", True, True)
+    loaded = on_stages(2, dcp, str(tmp_path), "fsdp2", False, True)
     for (now, then), (at_save, at_end) in zip(loaded, results, strict=True):
         assert same(now, at_save) and same(then, at_end)
     parts = nn.ModuleDict({f"stage{rank}": net(torch.float32, seed=9, tied=True) for rank in range(2)})

@@ -92,14 +92,6 @@ def edit(model: Any, optimizer: Optimizer) -> None:
                 grads[0].fill_(math.inf).fill_(0.25)
 
 
-def drop(model: nn.Module, optimizer: Optimizer) -> None:
-    """Gone: no step. Zero: a step with zeros, which moves by momentum."""
-    for seed, (owner, to_none) in enumerate([(optimizer, True), (optimizer, False), (model, True), (model, False)]):
-        train(model, optimizer, range(2))
-        with stepping(model, optimizer, seed):
-            owner.zero_grad(set_to_none=to_none)
-
-
 def hooks_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     calls: list[str] = []
 
@@ -138,19 +130,6 @@ def accumulate(model: nn.Module, optimizer: Optimizer) -> None:
         optimizer.step()
 
 
-def closure(model: nn.Module, optimizer: Optimizer) -> None:
-    for seed in range(4):
-
-        def loss_of(seed: int = seed) -> float:
-            optimizer.zero_grad()
-            loss = batch(model, seed)
-            loss.backward()
-            return loss.item()
-
-        expected = batch(model, seed).item()
-        assert optimizer.step(loss_of) == expected
-
-
 def activation_checkpointing(model: nn.Module, optimizer: Optimizer) -> None:
     for seed in range(5):
         optimizer.zero_grad()
@@ -173,11 +152,9 @@ BROUGHT_BACK = "always"
 CASES: list[tuple[Scenario, dict[str, Any], str]] = [
     (clip_by_hand, {"max_grad_norm": 0.02}, BROUGHT_BACK),
     (edit, {"bucket_numel": 1024}, BROUGHT_BACK),
-    (drop, {}, ""),
     (hooks_of_the_optimizer, {"max_grad_norm": 0.5}, BROUGHT_BACK),
     (hooks_of_parameters, {"max_grad_norm": 0.5}, BROUGHT_BACK),
     (accumulate, {"bucket_numel": 1024}, BROUGHT_BACK),
-    (closure, {}, ""),
     (activation_checkpointing, {"max_grad_norm": 100.0}, ""),
     (averages, {"bucket_numel": 1024}, ""),
 ]
