@@ -90,14 +90,6 @@ def test_a_wider_gradient_that_comes_too_late(when: str) -> None:
             assert optimizer.stats()["steps"] == 2
 
 
-def test_dtypes_that_no_kernel_reads_are_refused() -> None:
-    for own, declared_as in ((torch.bfloat16, torch.float64), (torch.float32, torch.bfloat16)):
-        model = model_of(own)
-        next(model.parameters()).grad_dtype = declared_as
-        with pytest.raises(ArgumentError, match=rf"grad_dtype is {declared_as}, expected .*float32"):
-            AdamW(model.parameters())
-
-
 def test_the_kernel_alone_takes_them_too() -> None:
     expected = trained(declared, steps, torch.bfloat16)
     model = model_of(torch.bfloat16)
@@ -170,7 +162,12 @@ def test_two_gradients_of_one_parameter_are_an_error_unless_one_is_a_stand_in() 
         assert all(param.isfinite().all() for param in model.parameters())
 
 
-def test_a_main_grad_that_does_not_fit_the_parameter_is_refused() -> None:
+def test_a_dtype_or_main_grad_that_does_not_fit_the_parameter_is_refused() -> None:
+    for own, declared_as in ((torch.bfloat16, torch.float64), (torch.float32, torch.bfloat16)):
+        model = model_of(own)
+        next(model.parameters()).grad_dtype = declared_as
+        with pytest.raises(ArgumentError, match=rf"grad_dtype is {declared_as}, expected .*float32"):
+            AdamW(model.parameters())
     model = model_of(torch.bfloat16)
     first: Any = next(model.parameters())
     first.main_grad = torch.zeros(first.shape, dtype=torch.float64)

@@ -1,5 +1,5 @@
 """Users write to parameters: between steps, between backward and step(), in place, by new storage, also so that no
-version counter shows it. It is kept as by torch."""
+version counter shows it. It is kept as by torch. Over ranks: tests/integrations/test_user_code_fsdp2.py."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from superoffload import AdamW
 from tests.support.adamw_training import Optimizer, batch, check_scenario, model_of, train
-from tests.support.rank_processes import flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:superoffload. .* changed without autograd's version counters")
 
@@ -86,26 +84,3 @@ def test_memory_that_a_user_lets_go_of_is_free() -> None:
         param.data = torch.zeros_like(param)
         gc.collect()
         assert old.expired()
-
-
-def sharded_run(hidden: bool) -> dict[str, str]:
-    model = shard(net(torch.bfloat16), flat_mesh())
-    with optimizer_of(model) as optimizer:
-        for step in range(4):
-            optimizer.zero_grad()
-            model.loss(tokens_of(step, dist.get_rank())).backward()
-            optimizer.step()
-            params: list[Any] = list(model.parameters())
-            for param in params:
-                local: Tensor = param.to_local() if not hidden else param.to_local().data
-                with torch.no_grad():
-                    local.clamp_(-0.02, 0.02)
-        return optimizer.state_digests()
-
-
-def over_ranks() -> bool:
-    return sharded_run(True) == sharded_run(False)
-
-
-def test_every_rank_keeps_what_all_of_them_wrote() -> None:
-    assert on_ranks(2, over_ranks) == [True] * 2
