@@ -10,10 +10,14 @@ import pytest
 from benchmarks.emulation.traces import SLOWEST, FixedSchedule, run_trace
 from benchmarks.emulation.training import GRACE, EmulatedTraining, Machine, Workload
 from superoffload.engine.schedule import (
+    BYTES,
+    Kind,
     MeasuredTimes,
     Operation,
     Schedule,
     SpoilPredictor,
+    StepTimes,
+    period,
 )
 from superoffload.errors import ArgumentError
 
@@ -48,6 +52,21 @@ def test_verdicts_are_predicted() -> None:
 
 
 # ---- what is measured, and what is chosen by it --------------------------------------------------------------------
+
+
+def test_the_time_of_a_step() -> None:
+    one_pass, two_phases, speculated = Kind(0.0, 0.0, True), Kind(0.0, 1.0, True), Kind(1.0, 0.0, False)
+    for (forward, reading, backward), step, on_demand, kind, expected in (
+        ((1.0, 1.0, 2.0), 1.0, False, one_pass, 4.0),
+        ((1.0, 1.0, 2.0), 1.0, True, one_pass, 3 + 1 / 64),  # forward goes on beside the pass, one part behind it
+        ((0.01, 0.01, 0.01), 1.0, True, two_phases, (16 + 26) / 28),  # where there is no forward they cost bytes
+        ((1.0, 1.0, 2.0), 1.0, True, speculated, 3.0),  # hidden behind backward
+        ((4.0, 1.0, 2.0), 3.0, True, one_pass, 8.0),  # micro-batches: beside the first forward only
+    ):
+        costs = dict(zip(("journaled", "replay", "publish", "settle"), tuple(BYTES.values())[1:], strict=True))
+        others = {name: step * cost / 28 for name, cost in costs.items()}
+        times = StepTimes(forward, reading, backward, step, on_demand=on_demand, withdraws=True, **others)
+        assert period(times, (kind,), 64) == pytest.approx(expected, rel=0.02), expected
 
 
 def test_measured_times() -> None:
