@@ -32,14 +32,14 @@ OLD_DEEPSPEED := build/deepspeed-0.18.0
 SVE_BYTES := 32 64
 emulated_cpu = -cpu max,sve-default-vector-length=$(1)
 # The tests of `make check`: without ranks, training or programs of their own.
-CHECKED := checkpoints/loading checkpoints/manifests checkpoints/saving engine/bucket_states engine/speculation \
+CHECKED := checkpoints/loading checkpoints/manifests checkpoints/saving engine/bucket_states \
     engine/placement engine/schedule engine/verdict engine/worker_faults kernels/bit_sums \
     kernels/float_environment kernels/journal kernels/kernels kernels/reference links/cuda/cuda_link \
     links/cuda/cuda_streams optimizer/adamw optimizer/cpu_adamw \
     optimizer/changed_groups optimizer/delivery optimizer/edited_gradients \
-    optimizer/metrics optimizer/parameter_writes optimizer/second_backward optimizer/timeline \
+    optimizer/metrics optimizer/parameter_writes optimizer/timeline \
     optimizer/unknown_arguments optimizer/unusual_parameters optimizer/user_code project/docs project/packaging \
-    project/public_names tools/plan tools/plan_inputs tools/verify tools/command_line tools/doctor
+    project/public_names tools/plan tools/verify tools/command_line tools/doctor
 TARGETS := demo test check docs build lint types format native-test clang-test sanitize-addresses sanitize-threads \
     sanitize arm-test arm-python-test old-cpu-test grace cuda-kernels old-deepspeed-test benchmarks-test \
     fresh-clone-test release-test slot clean

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +13,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from superoffload import AdamW, checkpoints
 from superoffload.checkpoints import loading
-from superoffload.checkpoints.tensor_files import Piece, put_together
-from superoffload.distributed.ownership import Box
 from superoffload.errors import ArgumentError, HostMemoryError, StateError
 from superoffload.optimizer.state import State
 from tests.support.rank_processes import error_of, on_ranks, optimizer_of
@@ -85,33 +81,6 @@ def test_saving_and_loading_need_no_memory_beside_the_state(tmp_path: Path) -> N
     rows = [line.split() for line in done.stdout.splitlines()][7:]
     found = {name: (int(peak) - int(steady)) / int(steady) for name, steady, peak in rows}
     assert len(found) == 7 and all(more <= 0.03 for more in found.values()), found
-
-
-def pieces_of(shape: tuple[int, ...], chance: random.Random) -> list[Piece]:
-    """Some cut of a tensor into boxes: along any of its dimensions, or of all elements in a row; with empty boxes."""
-    flat = chance.random() < 0.4
-    runs = []
-    for size in (torch.Size(shape).numel(),) if flat else shape:
-        few = chance.randint(0, 3) if chance.random() < 0.5 else 0
-        ends = sorted({0, size, *(chance.randint(0, size) for _ in range(few))})
-        runs.append([(start, end - start) for start, end in itertools.pairwise([0, *ends])])
-    boxes = (Box(tuple(o for o, _ in box), tuple(n for _, n in box)) for box in itertools.product(*runs))
-    return [Piece(shape, box, flat) for box in boxes]
-
-
-def part(whole: Tensor, piece: Piece) -> Tensor:
-    return piece.box.of(whole.view(-1) if piece.flat else whole).contiguous()
-
-
-def test_any_cut_is_put_together_from_any_other() -> None:
-    chance = random.Random(3)
-    for _ in range(200):
-        shape = tuple(chance.randint(0 if chance.random() < 0.1 else 1, 6) for _ in range(chance.randint(0, 4)))
-        whole = torch.arange(torch.Size(shape).numel()).view(shape)
-        saved = pieces_of(shape, chance)
-        for mine in pieces_of(shape, chance):
-            found = [(one, part(whole, one)) for one in saved if one.may_share(mine)]
-            assert torch.equal(put_together(mine, found, whole.dtype), part(whole, mine))
 
 
 # ---- all comparisons come first ---------------------------------------------------------------------------------

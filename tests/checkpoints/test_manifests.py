@@ -41,25 +41,16 @@ without = functools.partial(at, delete=True)
 
 
 MANIFESTS: dict[str, Callable[[Content], Any]] = {
-    "no files": without("files"),
     "no state": without("files", "state.pt"),
     "state without checksum": at("files", "state.pt", value={"bytes": 5, "header": "0" * 64}),
     "up the tree": a_file("../../etc/passwd"),
-    "no pieces": at("tensors", KEY, value=[]),
     "twice": lambda content: content["tensors"][KEY].append(content["tensors"][KEY][0]),
-    "shape of floats": piece(shape=[8.0]),
-    "shape negative": piece(shape=[-8]),
     "shape huge": piece(shape=[1 << 40, 1 << 40]),
     "offsets of two dimensions": piece(offsets=[0, 0]),
-    "offset -1": piece(offsets=[-1]),
-    "offset 1": piece(offsets=[1]),
     "length 1e9": piece(lengths=[1e9]),
-    "length 7": piece(lengths=[7]),
     "file up the tree": piece(file="../../etc/passwd"),
     "file without tensors": piece(file="state.pt"),
-    "no checksum": without("tensors", KEY, 0, "sha256"),
     "another shape of as many": piece(shape=[2, 4], offsets=[0, 0], lengths=[2, 4]),
-    "a tensor less": without("tensors", KEY),
     "a moment less": without("tensors", "exp_avg_sq.scale"),
     "a master less": without("tensors", "master.scale"),
     "a tensor that is not in the file": at("tensors", "model.new", value=[
@@ -89,20 +80,15 @@ def test_forged_manifests_are_refused(saved: Path, run: Run, tmp_path: Path) -> 
 
 STATES: dict[str, Callable[[Content], Any]] = {
     "a list": lambda _: [],
-    "a tensor": lambda _: torch.zeros(3),
     "no groups": at("groups", value=None),
-    "no params": at("groups", 0, "params", value=None),
     "params numbers": at("groups", 0, "params", value=[1]),
     "no lr": lambda content: {**content, "groups": [{"params": g["params"]} for g in content["groups"]]},
     "weight decay a list": at("groups", 0, "weight_decay", value=[1]),
-    "betas null": at("groups", 0, "betas", value=None),
     "amsgrad of many": at("groups", 0, "amsgrad", value=torch.ones(3)),
-    "steps of nothing": at("steps", value={}),
     "steps negative": at("steps", "scale", value=-1),
     "steps a float": at("steps", "scale", value=1.5),
     "steps beyond all": at("steps", "scale", value=10**400),
     "aliases of what is not there": at("aliases", "head.weight", value="nothing"),
-    "other numbered": at("other", 3, value=3),
     "other of no module": at("other", "nothing._extra_state", value=3),
     "extra missing": lambda content: {key: value for key, value in content.items() if key != "extra"},
 }

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +11,9 @@ from torch import Tensor, nn
 
 from superoffload import AdamW, checkpoints
 from superoffload.checkpoints import tensor_files
-from superoffload.checkpoints.tensor_files import TensorFile
-from superoffload.engine.schedule import Schedule
 from superoffload.optimizer import state_dict
 from tests.support.adamw_training import Reordered, TorchAdamW, model_of, train
 from tests.support.carried_state import Carry, as_dict, in_a_folder, in_the_background, through_a_file
-from tests.support.fake_cuda import on_host
 from tests.support.split_masters import (
     SPLIT,
     assert_split,
@@ -94,39 +89,6 @@ def test_every_bit_of_masters_at_ties_is_carried(
         given_step(other, loaded, 2)
         assert same_states(state_of(loaded), state_of(saved))
         assert all(map(same_bits, published(other), rounded(loaded, second)))
-
-
-@pytest.mark.parametrize(("mode", "memory"), [("always", 0), ("two phases", 1 << 30)])
-def test_saved_while_buckets_are_laid_out_anew(mode: str, memory: int, tmp_path: Path) -> None:
-    """The save begins before the first step, behind which the buckets are made in the order of backward. Where there
-    is memory for copies, each tensor is written late, so that steps run meanwhile."""
-    model, other = model_of(torch.bfloat16), model_of(torch.bfloat16, seed=4)
-    options: dict[str, Any] = {"lr": 1e-2, "threads": 2, "bucket_numel": 1024, **SPLIT}
-    write = TensorFile.write
-
-    def late(*arguments: Any) -> None:
-        time.sleep(0.005 if memory else 0.0)
-        write(*arguments)
-
-    with (
-        on_host(),
-        mock.patch.object(TensorFile, "write", late),
-        mock.patch.object(Schedule, "share_to_publish", lambda *_: 1.0),
-        AdamW(model.parameters(), speculation="always" if mode == "always" else "never", **options) as optimizer,
-        AdamW(other.parameters(), **options) as loaded,
-    ):
-        tied(optimizer, model)
-        for again in (False, True):
-            folder, expected, buckets = tmp_path / str(again), state_of(optimizer), list(optimizer._engine.buckets)
-            saving = checkpoints.save_in_background(folder, model, optimizer, memory=memory)
-            train(model, optimizer, range(4))
-            saving.wait(60)
-            assert (optimizer._engine.buckets == buckets) == again
-            checkpoints.load(folder, other, loaded)
-            assert same_states(state_of(loaded), expected)
-            assert_split(optimizer)
-        stats = optimizer.stats()
-        assert stats["buckets_two_phase" if mode == "two phases" else "buckets_speculated"] > 0
 
 
 def test_parameters_in_another_order_of_memory(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -49,53 +50,58 @@ def late(seconds: float, function: Any) -> Any:
     return run
 
 
+# Under each name: (rank, what, by what it is replaced) once or twice, the time-out of each rank, and words of what each
+# is told; empty for nothing.
+WAITS: dict[str, tuple[list[tuple[int, str, Any]], tuple[float, float], tuple[str, str]]] = {
+    "not-confirmed": ([(1, "folder.sync_folder", failing(errno.EIO))], (60, 60),
+                      ("", "not-confirmed: written, but the disk did not confirm")),
+    "not-read": ([(1, "folder.read_manifest", mock.Mock(side_effect=AssertionError))], (60, 60), ("", "")),
+    "not-listed": ([(1, "saving.os.listdir", failing(errno.EACCES))], (60, 60), ("", "")),
+    # The first rank writes for longer than the time-out: file by file, then nothing at all.
+    "slow": ([(0, "tensor_files.TensorFile.write", late(0.02, TensorFile.write))], (0.5, 0.5), ("", "")),
+    "silent": ([(0, "saving.Job.complete", late(1.2, saving.Job.complete))], (0.5, 0.5),
+               ("", "RankError: .*no sign of life of the first rank within 0.5 s")),
+    # The second rank never writes its part; then it has no room for it, which takes no time-out to be known.
+    "lost": ([(1, "saving.Job.hand_in", mock.Mock())], (1, 3),
+             ("RankError: .*rank 1 has not written its part", "RankError")),
+    "no-room": ([(1, "tensor_files.os.pwrite", failing(errno.ENOSPC))], (600, 600),
+                ("RankError: .*rank 1 could not write its part", "DiskError: .*/no-room: not saved .No space left on")),
+    # The second rank has not begun to write when the first one has no room.
+    "given-up": ([(1, "saving.Job.write_part", late(1.0, saving.Job.write_part)),
+                  (0, "tensor_files.os.pwrite", failing(errno.ENOSPC))], (60, 60),
+                 ("DiskError: .*No space left on device",
+                  "RankError: .*/given-up: the first rank gave up, or this rank does not ")),
+}  # fmt: skip
+
+
 def waits(folder: str) -> dict[str, str]:
     """What each save told this rank; empty for none."""
     model, options = build("fsdp2")
-    told = {}
+    told, rank = {}, dist.get_rank()
     with optimizer_of(model, **options) as optimizer:
-        for name, rank, what, harm, timeout in (
-            ("not-confirmed", 1, "folder.sync_folder", failing(errno.EIO), 60.0),
-            ("not-read", 1, "folder.read_manifest", mock.Mock(side_effect=AssertionError("the whole one")), 60.0),
-            ("not-listed", 1, "saving.os.listdir", failing(errno.EACCES), 60.0),
-            # The first rank writes for longer than the time-out: file by file, then nothing at all.
-            ("slow", 0, "tensor_files.TensorFile.write", late(0.02, TensorFile.write), 0.5),
-            ("silent", 0, "saving.Job.complete", late(1.2, saving.Job.complete), 0.5),
-        ):
-            with on_rank(rank, what, harm):
-                told[name] = error_of(partial(checkpoints.save, f"{folder}/{name}", model, optimizer, timeout=timeout))
+        for name, (harms, timeouts, _) in WAITS.items():
+            with contextlib.ExitStack() as stack:
+                for harm in harms:
+                    stack.enter_context(on_rank(*harm))
+                save = partial(checkpoints.save, f"{folder}/{name}", model, optimizer, timeout=timeouts[rank])
+                told[name] = error_of(save)
         for name in os.listdir(folder):
             checkpoints.load(f"{folder}/{name}", model, optimizer)
     return told
 
 
-def test_the_others_wait_while_the_first_rank_goes_on(tmp_path: Path) -> None:
-    first, second = on_ranks(2, waits, str(tmp_path))
-    assert first == dict.fromkeys(first, "")
-    confirmed, silent = second.pop("not-confirmed"), second.pop("silent")
-    assert "not-confirmed: written, but the disk did not confirm" in confirmed and "untouched" not in confirmed
-    assert "RankError" in silent and "no sign of life of the first rank within 0.5 s" in silent
-    assert second == dict.fromkeys(second, "")
-    assert len(os.listdir(tmp_path)) == 5
+def test_ranks_wait_while_the_others_go_on_and_each_is_told_the_truth(tmp_path: Path) -> None:
+    told = on_ranks(2, waits, str(tmp_path))
+    for name, (*_, words) in WAITS.items():
+        for rank in range(2):
+            assert re.match(f".*{words[rank]}" if words[rank] else "$", told[rank][name]), (
+                name,
+                rank,
+                told[rank][name],
+            )
+    assert "untouched" not in told[1]["not-confirmed"]
+    assert sorted(os.listdir(tmp_path)) == sorted(name for name, (*_, (first, _)) in WAITS.items() if not first)
     assert not list(tmp_path.rglob(".*"))  # a finished checkpoint holds no mark of a failure
-
-
-def first_gives_up(folder: str) -> str:
-    """The second rank has not begun to write when the first one has no room."""
-    model, options = build("fsdp2")
-    with (
-        optimizer_of(model, **options) as optimizer,
-        on_rank(1, "saving.Job.write_part", late(1.0, saving.Job.write_part)),
-        on_rank(0, "tensor_files.os.pwrite", failing(errno.ENOSPC)),
-    ):
-        return error_of(lambda: checkpoints.save(f"{folder}/step-1", model, optimizer, timeout=60.0))
-
-
-def test_a_rank_that_writes_when_the_first_one_gives_up_is_told_so(tmp_path: Path) -> None:
-    first, second = on_ranks(2, first_gives_up, str(tmp_path))
-    assert first.startswith("DiskError") and "No space left on device" in first
-    assert second.startswith(f"RankError: save(): {tmp_path}/step-1: the first rank gave up, or this rank does not ")
-    assert not os.listdir(tmp_path)
 
 
 def in_a_row(folder: str) -> list[str]:

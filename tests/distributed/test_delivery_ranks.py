@@ -17,7 +17,7 @@ from superoffload.engine.last_step import LastStep
 from superoffload.engine.schedule import Schedule
 from superoffload.integrations.fsdp2 import ShardedModule
 from tests.support.fsdp2_cases import Case, build, train
-from tests.support.rank_processes import layouts, loss_of, net, on_ranks, optimizer_of, tokens_of
+from tests.support.rank_processes import loss_of, net, on_ranks, optimizer_of, tokens_of
 
 GROUPED = Case(tied=True, grouped=True, layers=3, rank_check="light")
 AHEAD = Case(layers=4, prefetch=2, unshards=True, evaluates=True)
@@ -33,20 +33,10 @@ def trained(case: Case, delivery: str, mode: str, *, checked: bool = False, **op
         return optimizer.state_digests(), losses
 
 
-def both(case: Case, checked: bool) -> None:
-    mode = "never" if checked else "always"
-    assert trained(case, "on_demand", mode, checked=checked) == trained(case, "eager", "never")
-
-
-@layouts("mesh", "stages")
-def test_meshes_and_stages_have_the_bits_of_eager_delivery(ranks: Any) -> None:
-    ranks(2, both, Case(), False)
-
-
 def gathered(case: Case, seen: bool) -> None:
     """``seen``: torch shows what it gathers together; else everything lands at the first gather."""
     with nullcontext() if seen else mock.patch.object(ShardedModule, "together", lambda module: None):
-        both(case, True)
+        assert trained(case, "on_demand", "never", checked=True) == trained(case, "eager", "never")
 
 
 @pytest.mark.parametrize(("case", "seen"), [(GROUPED, True), (AHEAD, True), (AHEAD, False)])

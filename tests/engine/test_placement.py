@@ -117,23 +117,6 @@ def test_what_a_program_writes_loads_and_edits_counts() -> None:
     assert all(result == results[0] for result in results)
 
 
-# ---- auto ----
-
-
-def test_auto_measures_and_then_places() -> None:
-    with accelerator() as links:
-        model, optimizer = make(torch.float32, "auto", speculation="never")
-    train(model, optimizer, [0, 1])
-    assert optimizer.stats()["params_on_device"] == 0
-    assert optimizer.placement == {"gpu_fraction": 0.0, "params_on_device": 0, "why": "measuring"}
-    train(model, optimizer, [2, 4, 6, 7])
-    placement = optimizer.placement
-    assert placement is not None
-    assert 0 < placement["gpu_fraction"] <= 1
-    assert "one pass on the processors takes" in placement["why"]
-    assert (placement["params_on_device"] > 0) == bool(links[0].residency.stepped)
-
-
 def test_the_fraction_that_auto_chooses_and_whole_parameters_up_to_it() -> None:
     for backward_seconds, optimizer_seconds, free, expected in (
         (1.0, 0.5, 1 << 40, 1 / 20),  # hidden but for the last bucket
@@ -152,9 +135,6 @@ def test_the_fraction_that_auto_chooses_and_whole_parameters_up_to_it() -> None:
     assert last_in_backward(sizes, 0.4) == {2, 5}
     assert last_in_backward(sizes, 0.0) == set()
     assert last_in_backward([], 0.5) == set()
-
-
-# ---- bad input ----
 
 
 def test_wrong_placements_are_refused() -> None:

@@ -51,36 +51,22 @@ def test_verdicts_are_predicted() -> None:
     assert ended[0] > 0.5 > ended[4] and ended[7] < 0.3
 
 
-# ---- the model of a step ------------------------------------------------------------------------------------------
+# ---- what is measured, and what is chosen by it --------------------------------------------------------------------
 
 
-def times(
-    forward: float, backward: float, step: float = 1.0, *, on_demand: bool = True, reading: float | None = None
-) -> StepTimes:
-    journaled, replay, publish, settle = (step * BYTES[operation] / 28 for operation in tuple(BYTES)[1:])
-    reading = forward if reading is None else reading
-    return StepTimes(forward, reading, backward, step, journaled, replay, publish, settle, on_demand, withdraws=True)
-
-
-ONE_PASS, TWO_PHASES, SPECULATED = Kind(0.0, 0.0, True), Kind(0.0, 1.0, True), Kind(1.0, 0.0, False)
-
-
-@pytest.mark.parametrize(
-    ("of", "kind", "expected"),
-    [
-        (times(1.0, 2.0, on_demand=False), ONE_PASS, 1 + 2 + 1),
-        (times(1.0, 2.0), ONE_PASS, 3 + 1 / 64),  # forward goes on beside the pass, one part behind it
-        (times(2.0, 4.0), TWO_PHASES, 6),  # hidden behind a long forward
-        (times(0.01, 0.01), TWO_PHASES, (16 + 26) / 28),  # where there is none they cost bytes
-        (times(1.0, 2.0), SPECULATED, 3),  # hidden behind backward
-        (times(4.0, 2.0, reading=1.0), ONE_PASS, 6 + 1 / 64),  # micro-batches: beside the first forward only
-        (times(4.0, 2.0, step=3.0, reading=1.0), ONE_PASS, 8),
-        (times(4.0, 2.0, step=3.0), ONE_PASS, 6),
-    ],
-)
-def test_the_time_of_a_step(of: StepTimes, kind: Kind, expected: float) -> None:
-    exact = expected in (4, 3 + 1 / 64, 6 + 1 / 64)
-    assert period(of, (kind,), 64) == pytest.approx(expected, rel=None if exact else 0.02)
+def test_the_time_of_a_step() -> None:
+    one_pass, two_phases, speculated = Kind(0.0, 0.0, True), Kind(0.0, 1.0, True), Kind(1.0, 0.0, False)
+    for (forward, reading, backward), step, on_demand, kind, expected in (
+        ((1.0, 1.0, 2.0), 1.0, False, one_pass, 4.0),
+        ((1.0, 1.0, 2.0), 1.0, True, one_pass, 3 + 1 / 64),  # forward goes on beside the pass, one part behind it
+        ((0.01, 0.01, 0.01), 1.0, True, two_phases, (16 + 26) / 28),  # where there is no forward they cost bytes
+        ((1.0, 1.0, 2.0), 1.0, True, speculated, 3.0),  # hidden behind backward
+        ((4.0, 1.0, 2.0), 3.0, True, one_pass, 8.0),  # micro-batches: beside the first forward only
+    ):
+        costs = dict(zip(("journaled", "replay", "publish", "settle"), tuple(BYTES.values())[1:], strict=True))
+        others = {name: step * cost / 28 for name, cost in costs.items()}
+        times = StepTimes(forward, reading, backward, step, on_demand=on_demand, withdraws=True, **others)
+        assert period(times, (kind,), 64) == pytest.approx(expected, rel=0.02), expected
 
 
 def test_measured_times() -> None:

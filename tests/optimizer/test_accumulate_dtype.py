@@ -129,6 +129,12 @@ def test_what_is_set_is_set_back() -> None:
     assert _dtypes(params) == before
     for index, (param, grad) in enumerate(zip(params, both, strict=True)):
         assert torch.equal(param.grad, grad if index == 2 else grad.bfloat16())
+    converted = model_of(torch.bfloat16)
+    with_main_grad(parameters_of(converted)[0])
+    with AdamW(converted.parameters(), threads=1, accumulate_dtype="fp32"):
+        assert _dtypes(converted.parameters()) == [torch.bfloat16] + [torch.float32] * 5
+        converted.float()
+    assert _dtypes(converted.parameters()) == [torch.float32] * 6
 
 
 def test_a_model_and_its_optimizer_may_end_together_as_garbage() -> None:
@@ -140,18 +146,6 @@ def test_a_model_and_its_optimizer_may_end_together_as_garbage() -> None:
     del model
     gc.collect()
     assert ended() is None
-
-
-@needs_grad_dtype
-def test_main_grad_in_fp32_and_converted_models_keep_their_dtypes() -> None:
-    model, converted = model_of(torch.bfloat16), model_of(torch.bfloat16)
-    for param in model.parameters():
-        with_main_grad(param)
-    with AdamW(model.parameters(), threads=1, accumulate_dtype="fp32"):
-        assert _dtypes(model.parameters()) == [torch.bfloat16] * 6
-    with AdamW(converted.parameters(), threads=1, accumulate_dtype="fp32"):
-        converted.float()
-    assert _dtypes(converted.parameters()) == [torch.float32] * 6
 
 
 @needs_grad_dtype

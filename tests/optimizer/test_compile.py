@@ -1,4 +1,5 @@
-"""torch.compile and offload together: as the eager run within the compiler's rounding, and to the bit in every mode."""
+"""torch.compile and offload together: as the eager run within the compiler's rounding, and to the bit in every mode.
+Over ranks: tests/integrations/test_fsdp2.py."""
 
 from __future__ import annotations
 
@@ -13,17 +14,6 @@ from torch import nn
 
 from superoffload import AdamW, CPUAdamW
 from tests.support.adamw_training import model_of, weights
-from tests.support.rank_processes import (
-    data_rank,
-    flat_mesh,
-    layouts,
-    net,
-    on_mesh,
-    optimizer_of,
-    shard,
-    tokens_of,
-    wholes_of,
-)
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="torch.compile on the CPU needs a C++ compiler (g++)")
@@ -111,45 +101,3 @@ def test_a_function_that_does_a_whole_step_is_compiled(body: Any, given: dict[st
         warnings.filterwarnings("error", "Dynamo")  # it warns of what it cannot trace
         compiled = trained(torch.compile(body, backend="eager"))
     assert all(map(torch.equal, compiled, trained(body)))
-
-
-Run = tuple[dict[str, str], list[float], list[torch.Tensor]]
-
-
-def on_sharded(backend: str | None) -> list[Run]:
-    """Speculating and waiting, from the same weights. One model, since compiling takes most of the time."""
-    model = net(torch.float32, layers=1)
-    if backend is not None:
-        for layer in model.layers:
-            layer.compile(backend=backend)
-    model = shard(model, flat_mesh())
-    first = [param.detach().clone() for param in model.parameters()]
-    runs = []
-    for mode in ("always", "never"):
-        with torch.no_grad():
-            for param, value in zip(model.parameters(), first, strict=True):
-                param.copy_(value)
-        losses = []
-        with optimizer_of(model, speculation=mode, lr=3e-3, max_grad_norm=1.0) as optimizer:
-            for step in range(8):
-                optimizer.zero_grad()
-                loss = model.loss(tokens_of(step % 4, data_rank()))
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
-            runs.append((optimizer.state_digests(), losses, wholes_of(model)))
-    return runs
-
-
-@needs_compiler
-@layouts()
-def test_ranks(ranks: Any) -> None:
-    backend = "aot_eager" if ranks is on_mesh else "inductor"  # which takes half a minute there
-    for compiled, eager in zip(ranks(2, on_sharded, backend), ranks(2, on_sharded, None), strict=True):
-        (digests, losses, ours), (other, others, _) = compiled
-        assert digests == other and losses == others
-        assert sum(losses[-4:]) < sum(losses[:4])
-        _, eager_losses, theirs = eager[0]
-        assert losses == pytest.approx(eager_losses, rel=1e-4)
-        for a, b in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)

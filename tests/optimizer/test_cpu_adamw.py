@@ -133,15 +133,25 @@ def test_gradients_that_are_not_contiguous_live_until_all_groups_are_stepped() -
 
 
 def test_what_is_wrong_with_one_group_changes_none() -> None:
-    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    """Also state that torch's own loading has rounded to the parameter's dtype: no kernel may read it."""
+    params = [torch.nn.Parameter(torch.ones(4).bfloat16()) for _ in range(2)]
     optimizer = superoffload.CPUAdamW([{"params": [param]} for param in params], lr=0.1, threads=1)
     for param in params:
-        param.grad = torch.ones(4)
-    optimizer.param_groups[1]["betas"] = (0.9, 1.5)
-    with pytest.raises(ArgumentError, match=r"betas\[1\]=1\.5"):
-        optimizer.step()
-    assert all(param.eq(1.0).all() for param in params)
-    assert not optimizer.state
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    before, group, state = bits(list(params)), optimizer.param_groups[1], optimizer.state[params[1]]
+    wrong: list[tuple[dict[str, Any], str, Any, str]] = [
+        (group, "betas", (0.9, 1.5), r"betas\[1\]=1\.5"),
+        (state, "exp_avg", torch.zeros(4).bfloat16(), "exp_avg is torch.*expected"),
+        (state, "exp_avg_sq", torch.zeros(3), "exp_avg_sq is torch.*expected"),
+        (state, "master", None, "master is (NoneType|missing)"),
+    ]
+    for place, name, value, words in wrong:
+        kept, place[name] = place[name], value
+        with pytest.raises(ArgumentError, match=words):
+            optimizer.step()
+        place[name] = kept
+        assert bits(list(params)) == before and {float(one["step"]) for one in optimizer.state.values()} == {1.0}
     optimizer.close()
 
 
@@ -158,23 +168,6 @@ def test_a_worker_that_fails_says_so_once_every_group_is_stepped() -> None:
         optimizer.step()
     assert all(param.lt(1.0).all() for param in params)
     assert all(param._version > version for param, version in zip(params, versions, strict=True))
-    optimizer.close()
-
-
-def test_foreign_state_that_does_not_fit_changes_nothing() -> None:
-    """As torch's own loading makes it, which rounds to the parameter's dtype: no kernel may read it."""
-    wrong: dict[str, Any] = {"exp_avg": torch.zeros(4).bfloat16(), "exp_avg_sq": torch.zeros(3), "master": None}
-    param = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    optimizer = superoffload.CPUAdamW([param], threads=1)
-    param.grad = torch.ones(4, dtype=torch.bfloat16)
-    optimizer.step()
-    before = bits([param])
-    for name, value in wrong.items():
-        kept, optimizer.state[param][name] = optimizer.state[param][name], value
-        with pytest.raises(ArgumentError, match=rf"{name} is (torch.*expected|NoneType|missing)"):
-            optimizer.step()
-        optimizer.state[param][name] = kept
-        assert bits([param]) == before and optimizer.state[param]["step"] == 1
     optimizer.close()
 
 

@@ -4,7 +4,6 @@ besides the module's forward; its arguments."""
 from __future__ import annotations
 
 import copy
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from superoffload import AdamW
 from superoffload.errors import ArgumentError, StateError, WorkerError
-from tests.support.adamw_training import check_counters, run_python, weights
+from tests.support.adamw_training import check_counters, weights
 
 
 class Block(nn.Module):
@@ -240,10 +239,6 @@ def test_step_returns_before_anything_is_delivered_and_each_module_waits_for_its
         assert not torch.equal(weights(model), before)
 
 
-def end(event: dict[str, Any]) -> float:
-    return float(event["ts"] + event["dur"]) - 0.01  # rounded to nanoseconds
-
-
 def test_a_worker_that_fails_is_reported_where_it_lands() -> None:
     twin = odd()
     with made(twin, "eager", speculation="never") as eager:
@@ -258,56 +253,3 @@ def test_a_worker_that_fails_is_reported_where_it_lands() -> None:
             loss_of(model, 5)
         assert optimizer.state_digests() == expected, "the step was completed all the same"
         plain_step(model, optimizer, 3)
-
-
-LEAVING = """
-import os, sys
-import torch, torch._dynamo  # an optimizer loads that
-from superoffload import AdamW
-from superoffload.errors import StateError
-torch.set_num_threads(1)
-
-def in_flight():
-    global model, optimizer
-    model = torch.nn.Sequential(*(torch.nn.Linear(500, 500) for _ in range(8)))
-    optimizer = AdamW(model.parameters(), speculation="never", delivery="on_demand", module=model)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.ones(2, 500)).sum().backward()
-        optimizer.step()
-    assert optimizer._engine.last_step.is_landing
-
-def forking():
-    child = os.fork()
-    if child == 0:
-        for use, text in ((lambda: model(torch.ones(2, 500)), "call synchronize() before fork()"),
-                          (optimizer.step, "do not survive fork()")):
-            try:
-                use()
-            except StateError as error:
-                assert text in str(error), error
-            else:
-                os._exit(1)
-        os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    model(torch.ones(2, 500))
-    assert all(torch.equal(p, optimizer.state[p]["master"]) for p in model.parameters())
-
-def quietly(error):
-    sys.stderr = open(os.devnull, "w")
-    raise error
-
-for ending in (lambda: sys.exit(3), lambda: quietly(ValueError()), lambda: quietly(KeyboardInterrupt()), forking):
-    child = os.fork()
-    if child == 0:
-        in_flight()
-        ending()
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-def test_processes_with_pending_work_end() -> None:
-    """By sys.exit, by an error, by Ctrl-C, at their end; a forked child is told what it lacks, its parent goes on."""
-    codes = run_python(LEAVING, timeout=200).stdout.split()
-    assert codes == ["3", "1", str(-signal.SIGINT), "0"]

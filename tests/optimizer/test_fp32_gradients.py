@@ -33,48 +33,29 @@ from tests.support.fp32_gradients import (
 pytestmark = needs_grad_dtype
 
 
-def _plain(model: nn.Module, optimizer: Any) -> None:
-    steps(model, optimizer)
-
-
-def _clipped(model: nn.Module, optimizer: Any) -> None:
+def _all_at_once(model: nn.Module, optimizer: Any) -> None:
+    """Clips, adds up two backwards and edits some gradients."""
     for seed, norm in enumerate((0.01, None, 0.5, 100.0)):
         optimizer.max_grad_norm = norm
-        steps(model, optimizer, range(seed, seed + 1))
-
-
-def _accumulated(model: nn.Module, optimizer: Any) -> None:
-    for seed in range(4):
         optimizer.zero_grad()
-        precise_loss(model, 2 * seed).backward()
-        precise_loss(model, 2 * seed + 1).backward()
-        optimizer.step()
-
-
-def _edited(model: nn.Module, optimizer: Any) -> None:
-    for seed in range(4):
-        optimizer.zero_grad()
-        precise_loss(model, seed).backward()
-        for param in list(model.parameters())[seed:]:
+        for micro in range(1 + seed % 2):
+            precise_loss(model, 2 * seed + micro).backward()
+        for param in list(model.parameters())[2 * seed :]:
             with torch.no_grad():
                 gradient_of(param).mul_(0.75)
         optimizer.step()
 
 
-CODES = (_clipped, _accumulated, _edited)
-
-
-@pytest.mark.parametrize("number", range(len(CODES)), ids=lambda number: CODES[number].__name__)
-def test_every_way_gives_the_same_bits(number: int) -> None:
-    code, dtype = CODES[number], (torch.bfloat16, torch.float16)[number % 2]
-    expected = trained(declared, code, dtype, speculation="never").state_digests()
-    for i, (name, source) in enumerate(SOURCES.items()):
-        for mode in {"always", MODES[(i + number) % len(MODES)]}:
-            optimizer = trained(source, code, dtype, speculation=mode)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_way_gives_the_same_bits(dtype: torch.dtype) -> None:
+    expected = trained(declared, _all_at_once, dtype, speculation="never").state_digests()
+    for number, (name, source) in enumerate(SOURCES.items()):
+        for mode in {"always", MODES[number % len(MODES)]}:
+            optimizer = trained(source, _all_at_once, dtype, speculation=mode)
             check_counters(optimizer)
             assert optimizer.state_digests() == expected, (name, mode)
             assert bool(optimizer.stats()["buckets_speculated"]) == (mode == "always") or mode == "adaptive"
-    rounded = trained(as_it_is, code, dtype).state_digests()
+    rounded = trained(as_it_is, _all_at_once, dtype).state_digests()
     assert rounded["master"] != expected["master"], "these gradients are none that the parameters' dtype could hold"
 
 
@@ -109,16 +90,8 @@ def test_a_wider_gradient_that_comes_too_late(when: str) -> None:
             assert optimizer.stats()["steps"] == 2
 
 
-def test_dtypes_that_no_kernel_reads_are_refused() -> None:
-    for own, declared_as in ((torch.bfloat16, torch.float64), (torch.float32, torch.bfloat16)):
-        model = model_of(own)
-        next(model.parameters()).grad_dtype = declared_as
-        with pytest.raises(ArgumentError, match=rf"grad_dtype is {declared_as}, expected .*float32"):
-            AdamW(model.parameters())
-
-
 def test_the_kernel_alone_takes_them_too() -> None:
-    expected = trained(declared, _plain, torch.bfloat16)
+    expected = trained(declared, steps, torch.bfloat16)
     model = model_of(torch.bfloat16)
     declared(model)
     steps(model, CPUAdamW(model.parameters(), lr=1e-2))
@@ -189,7 +162,12 @@ def test_two_gradients_of_one_parameter_are_an_error_unless_one_is_a_stand_in() 
         assert all(param.isfinite().all() for param in model.parameters())
 
 
-def test_a_main_grad_that_does_not_fit_the_parameter_is_refused() -> None:
+def test_a_dtype_or_main_grad_that_does_not_fit_the_parameter_is_refused() -> None:
+    for own, declared_as in ((torch.bfloat16, torch.float64), (torch.float32, torch.bfloat16)):
+        model = model_of(own)
+        next(model.parameters()).grad_dtype = declared_as
+        with pytest.raises(ArgumentError, match=rf"grad_dtype is {declared_as}, expected .*float32"):
+            AdamW(model.parameters())
     model = model_of(torch.bfloat16)
     first: Any = next(model.parameters())
     first.main_grad = torch.zeros(first.shape, dtype=torch.float64)

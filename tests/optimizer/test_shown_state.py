@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from superoffload import AdamW, checkpoints
 from superoffload.errors import ArgumentError
-from tests.support.adamw_training import Optimizer, batch, check_scenario, model_of, pair, train
+from tests.support.adamw_training import batch, model_of, pair, train
 
 
 def first(model: nn.Module) -> Tensor:
@@ -103,44 +103,9 @@ def test_copies_refuse_operations_in_place_and_putting_one_back_changes_no_bit()
             assert "tensor(3.)" in repr(entry) and "tensor([])" not in repr(entry)
             for other in (copy.copy(entry), copy.deepcopy(entry), pickle.loads(pickle.dumps(entry))):
                 assert isinstance(other, dict) and torch.equal(other["exp_avg"], entry["exp_avg"])
-            copied = (
-                "exp_avg" if options.get("state_dtype") == "8bit" else "master" if "master_dtype" in options else ""
-            )
+            copied = {"8bit": "exp_avg", "split": "master"}.get([*options.values(), ""][0])
             if copied:
                 with pytest.raises(RuntimeError, match="make a clone"):
                     entry[copied].zero_()
                 entry[copied] = entry[copied].clone().fill_(0.25)
                 assert entry[copied].eq(0.25).all()
-
-
-def between(edit: Edit) -> Callable[[nn.Module, Optimizer], None]:
-    """Training, with ``edit`` between the third backward and its step."""
-
-    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
-        train(model, optimizer, range(2))
-        optimizer.zero_grad()
-        backward(model, 2)
-        edit(model, optimizer)
-        optimizer.step()
-        train(model, optimizer, range(3, 6))
-
-    return scenario
-
-
-def replaced(model: nn.Module, optimizer: Optimizer) -> None:
-    param = first(model)
-    moments = {"exp_avg": torch.full_like(param, 0.25), "exp_avg_sq": torch.full_like(param, 0.5)}
-    optimizer.state[param] = {"step": torch.tensor(1.0), **moments}
-
-
-def assigned(model: nn.Module, optimizer: Optimizer) -> None:
-    entry = optimizer.state[first(model)]
-    entry["exp_avg"] = -entry["exp_avg"]
-
-
-Edit = Callable[[Any, Any], object]
-
-
-@pytest.mark.parametrize("edit", [assigned, replaced])  # more of these: tests/fuzz
-def test_an_edit_before_step_counts_as_in_torch(edit: Edit) -> None:
-    assert check_scenario(between(edit), max_grad_norm=100.0, bucket_numel=1024)["buckets_committed"] > 0

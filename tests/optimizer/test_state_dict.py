@@ -52,26 +52,6 @@ def test_in_exchange_with_torch(saved_by: str) -> None:
     loaded.close()
 
 
-def test_a_parameter_that_the_checkpoint_does_not_have_starts_afresh() -> None:
-    """torch saves no state for parameters that never had a gradient."""
-    first, second = model_of(), model_of()
-    theirs = TorchAdamW(first.parameters())
-    first[0].requires_grad_(False)
-    train(first, theirs, range(3))
-    assert len(theirs.state_dict()["state"]) == 4
-    with AdamW(second.parameters(), speculation="always") as ours:
-        theirs_too = TorchAdamW(second.parameters())
-        theirs_too.load_state_dict(ours.state_dict())  # without steps
-        train(second, ours, range(5))
-        second.load_state_dict(first.state_dict())
-        ours.load_state_dict(theirs.state_dict())
-        first[0].requires_grad_(True)
-        train(first, theirs, range(3))
-        train(second, ours, range(3))
-        assert [float(ours.state[p]["step"]) for p in second.parameters()] == [3, 3, 6, 6, 6, 6]
-        assert_trained_alike(second, first)
-
-
 def test_extra_group_values_survive_and_hooks_may_raise() -> None:
     first, second = model_of(), model_of()
     with AdamW(first.parameters()) as saved, AdamW(second.parameters()) as loaded:

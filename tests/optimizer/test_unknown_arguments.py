@@ -21,49 +21,23 @@ BOTH: list[Any] = [superoffload.AdamW, superoffload.CPUAdamW]
 OFF = dict.fromkeys(["amsgrad", "maximize", "capturable", "differentiable", "foreach", "fused"], False)
 
 
-@pytest.mark.parametrize("optimizer", BOTH)
-def test_what_torch_does_by_default_may_be_said_by_name(optimizer: Any) -> None:
-    defaults = inspect.signature(torch.optim.AdamW).parameters
-    for values in (OFF, {name: defaults[name].default for name in OFF}):
-        group = {"params": params(), **values}
-        for made in (optimizer(params(), **values), optimizer([group]), optimizer([group], **values)):
-            made.add_param_group({"params": params(), **values})
-            made.load_state_dict(made.state_dict())
-            made.close()
-
-
-@pytest.mark.parametrize(("optimizer", "name"), [(superoffload.AdamW, "foreach"), (superoffload.CPUAdamW, "fused")])
-def test_torchs_loops_may_be_chosen_and_change_nothing(optimizer: Any, name: str) -> None:
-    value: Any
-    for value in (True, False, None):
-        with closing(optimizer([{"params": params(), name: value}], **{name: value})) as made:
-            made.param_groups[0][name] = True
-            stepped(made)
-    for value in (1, "yes"):
-        with pytest.raises(UnknownArgument, match=rf"{name}={value!r}: no such argument; it chooses torch's loop"):
-            optimizer(params(), **{name: value})
-
-
 def stepped(optimizer: Any) -> None:
     (param,) = optimizer.param_groups[0]["params"]
     param.grad = torch.ones(4)
     optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "name"), [(BOTH[0], "amsgrad"), (BOTH[0], "capturable"), (BOTH[1], "differentiable")]
-)
-def test_what_is_not_done_is_refused_wherever_it_is_asked_for(optimizer: Any, name: str) -> None:
-    for value in (True, 1, 0, "no", None):
-        with pytest.raises(UnknownArgument, match=rf"{name}={value!r}: no such argument.*or pass {name}=False"):
-            optimizer(params(), **{name: value})
-    if name == "capturable":  # torch.compile sets it in groups; it changes no values
-        with closing(optimizer([{"params": params(), name: True}])) as made:
+@pytest.mark.parametrize("optimizer", BOTH)
+def test_what_torch_does_by_default_and_its_loops_may_be_chosen(optimizer: Any) -> None:
+    defaults = inspect.signature(torch.optim.AdamW).parameters
+    for values in (OFF, {name: defaults[name].default for name in OFF}, {"foreach": True}, {"fused": True}):
+        group = {"params": params(), **values}
+        for made in (optimizer(params(), **values), optimizer([group], **values)):
+            made.add_param_group({"params": params(), **values})
+            made.load_state_dict(made.state_dict())
+            made.param_groups[0].update(values)
             stepped(made)
-            assert made.state_dict()["param_groups"][0][name] is False
-        return
-    asked = {"params": params(), name: True}
-    _refuses(optimizer, asked, rf"{name}=True: torch.optim.AdamW has it .*or set {name}=False")
+            made.close()
 
 
 def _refuses(optimizer: Any, asked: dict[str, Any], why: str, **arguments: Any) -> None:
@@ -87,14 +61,29 @@ def _refuses(optimizer: Any, asked: dict[str, Any], why: str, **arguments: Any) 
 
 
 @pytest.mark.parametrize("optimizer", BOTH)
-def test_the_other_kind_of_weight_decay_and_what_is_no_truth_value_are_refused(optimizer: Any) -> None:
-    _refuses(optimizer, {"params": params(), "maximize": 1}, "maximize=1: expected True or False")
-    why = r"decoupled_weight_decay=False, so it is of Adam with an L2 penalty, and this optimizer is AdamW"
-    _refuses(optimizer, {"params": params(), "decoupled_weight_decay": False}, why)
-    optimizer([{"params": params(), "decoupled_weight_decay": False, "weight_decay": 0.0}]).close()
+def test_what_is_not_done_is_refused_wherever_it_is_asked_for(optimizer: Any) -> None:
+    for name, value, why in (
+        *(("foreach", value, "it chooses torch's loop") for value in (1, "yes")),
+        *(("capturable", value, ".*or pass capturable=False") for value in (True, 1, 0, "no", None)),
+    ):
+        with pytest.raises(UnknownArgument, match=rf"{name}={value!r}: no such argument; {why}"):
+            optimizer(params(), **{name: value})
+    with closing(optimizer([{"params": params(), "capturable": True}])) as made:  # as torch.compile sets it in groups
+        stepped(made)
+        assert made.state_dict()["param_groups"][0]["capturable"] is False
+    decoupled = "decoupled_weight_decay"
+    asked: list[tuple[str, Any, str]] = [
+        ("amsgrad", True, r"amsgrad=True: torch.optim.AdamW has it .*or set amsgrad=False"),
+        ("differentiable", True, r"differentiable=True: torch.optim.AdamW has it .*or set differentiable=False"),
+        ("maximize", 1, "maximize=1: expected True or False"),
+        (decoupled, False, f"{decoupled}=False, so it is of Adam with an L2 penalty, and this optimizer is AdamW"),
+    ]
+    for name, value, why in asked:
+        _refuses(optimizer, {"params": params(), name: value}, why)
+    optimizer([{"params": params(), decoupled: False, "weight_decay": 0.0}]).close()
     if optimizer is superoffload.CPUAdamW:
-        why = r"decoupled_weight_decay=True, so it is of AdamW, and this optimizer is Adam with an L2 penalty"
-        _refuses(optimizer, {"params": params(), "decoupled_weight_decay": True}, why, l2=True)
+        why = f"{decoupled}=True, so it is of AdamW, and this optimizer is Adam with an L2 penalty"
+        _refuses(optimizer, {"params": params(), decoupled: True}, why, l2=True)
 
 
 WRONG: dict[str, Any] = {

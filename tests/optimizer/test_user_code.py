@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from superoffload import AdamW
 from superoffload.engine.schedule import MODES
+from superoffload.host.signals import Uninterrupted
 from tests.support.adamw_training import (
     Optimizer,
     Scenario,
@@ -90,23 +92,6 @@ def edit(model: Any, optimizer: Optimizer) -> None:
                 grads[0].fill_(math.inf).fill_(0.25)
 
 
-def drop(model: nn.Module, optimizer: Optimizer) -> None:
-    """Gone: no step. Zero: a step with zeros, which moves by momentum."""
-    for seed, (owner, to_none) in enumerate([(optimizer, True), (optimizer, False), (model, True), (model, False)]):
-        train(model, optimizer, range(2))
-        with stepping(model, optimizer, seed):
-            owner.zero_grad(set_to_none=to_none)
-
-
-def scale_by_hand(model: nn.Module, optimizer: Optimizer) -> None:
-    for seed in range(4):
-        optimizer.zero_grad()
-        (batch(model, seed) * 4096.0).backward()
-        for grad in grads_of(model):
-            grad.div_(4096.0)
-        optimizer.step()
-
-
 def hooks_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     calls: list[str] = []
 
@@ -145,28 +130,6 @@ def accumulate(model: nn.Module, optimizer: Optimizer) -> None:
         optimizer.step()
 
 
-def closure(model: nn.Module, optimizer: Optimizer) -> None:
-    for seed in range(4):
-
-        def loss_of(seed: int = seed) -> float:
-            optimizer.zero_grad()
-            loss = batch(model, seed)
-            loss.backward()
-            return loss.item()
-
-        expected = batch(model, seed).item()
-        assert optimizer.step(loss_of) == expected
-
-
-def some_gradients(model: nn.Module, optimizer: Optimizer) -> None:
-    """Each parameter has a step count of its own; what is frozen stays as it is."""
-    first, second, *_ = model.parameters()
-    for seed in range(8):
-        first.requires_grad_(3 <= seed < 6)
-        with stepping(model, optimizer, seed):
-            second.grad = None if seed % 2 else second.grad
-
-
 def activation_checkpointing(model: nn.Module, optimizer: Optimizer) -> None:
     for seed in range(5):
         optimizer.zero_grad()
@@ -185,40 +148,15 @@ def averages(model: nn.Module, optimizer: Optimizer) -> None:
         model.load_state_dict(averaged.module.state_dict())
 
 
-def tied(model: Any, optimizer: Optimizer) -> None:
-    for seed in range(3):
-        optimizer.zero_grad()
-        (batch(model, seed) + model[0].weight.square().sum() + batch(model, 10 + seed)).backward()
-        optimizer.step()
-
-
-def add_group(model: Any, optimizer: Optimizer) -> None:
-    """Between backward and step(): the new parameter already has a gradient."""
-    added: Any = nn.Parameter(torch.ones(5))
-    model.register_parameter("added", added)
-    for seed in range(4):
-        with stepping(model, optimizer, seed):
-            added.grad = torch.full((5,), 0.5 - seed)
-            if seed == 1:
-                optimizer.add_param_group({"params": [added], "lr": 5e-3})
-            optimizer.param_groups[0]["lr"] *= 0.5
-
-
 BROUGHT_BACK = "always"
 CASES: list[tuple[Scenario, dict[str, Any], str]] = [
     (clip_by_hand, {"max_grad_norm": 0.02}, BROUGHT_BACK),
     (edit, {"bucket_numel": 1024}, BROUGHT_BACK),
-    (drop, {}, ""),
-    (scale_by_hand, {"max_grad_norm": 0.5}, BROUGHT_BACK),
     (hooks_of_the_optimizer, {"max_grad_norm": 0.5}, BROUGHT_BACK),
     (hooks_of_parameters, {"max_grad_norm": 0.5}, BROUGHT_BACK),
     (accumulate, {"bucket_numel": 1024}, BROUGHT_BACK),
-    (closure, {}, ""),
-    (some_gradients, {}, ""),
     (activation_checkpointing, {"max_grad_norm": 100.0}, ""),
     (averages, {"bucket_numel": 1024}, ""),
-    (tied, {}, ""),
-    (add_group, {}, "sometimes"),
 ]
 
 
@@ -234,6 +172,57 @@ def test_as_with_torch(scenario: Scenario, options: dict[str, Any]) -> None:
     assert stats["buckets_speculated"] > 0 or options["max_grad_norm"] < 1.0, "a clip that is proven at once"
     if scenario in (edit, accumulate):
         assert stats["buckets_undone"] > 0 and stats["buckets_committed"] > 0
+
+
+# ---- several backwards -----------------------------------------------------------------------------------------------
+
+
+def test_nothing_shows_before_step() -> None:
+    model = model_of(torch.bfloat16)
+    with AdamW(model.parameters(), lr=0.1, speculation="always") as optimizer:
+        for seed in range(3):
+            optimizer.zero_grad()
+            with nothing_shows(model):
+                loss = batch(model, seed)
+                loss.backward()
+                assert optimizer.stats()["buckets_speculated"] == seed + 1, "the workers are at it already"
+                for bucket in optimizer._engine.buckets:
+                    assert bucket.running is not None
+                    bucket.running.wait()
+                assert torch.equal(batch(model, seed), loss), "a second forward sees the old parameters"
+            versions = [p._version for p in model.parameters()]
+            before = weights(model)
+            optimizer.step()
+            assert all(p._version > version for p, version in zip(model.parameters(), versions, strict=True))
+            assert not torch.equal(weights(model), before)
+
+
+@pytest.mark.over_stand_in
+def test_accumulate() -> None:
+    """Contexts nest, and end with an exception inside."""
+
+    def scenario(model: nn.Module, optimizer: Optimizer) -> None:
+        for step in range(4):
+            optimizer.zero_grad()
+            down = optimizer.stats()["bytes_down"] if isinstance(optimizer, AdamW) else 0
+            with (
+                pytest.raises(ZeroDivisionError),
+                optimizer.accumulate(),
+                mock.patch.object(Uninterrupted, "__enter__") as enter,
+            ):
+                batch(model, 10 * step).backward()
+                with optimizer.accumulate():
+                    batch(model, 10 * step + 1).backward()
+                batch(model, 10 * step + 2).backward()
+                assert not enter.called, "a hook has nothing to do"
+                _ = 1 / 0
+            assert not isinstance(optimizer, AdamW) or optimizer.stats()["bytes_down"] == down, "nothing is packed"
+            batch(model, 10 * step + 9).backward()
+            optimizer.step()
+
+    stats = check_scenario(scenario)
+    assert stats["buckets_undone"] == 0
+    assert stats["buckets_committed"] == 4
 
 
 # ---- what needs more than one scenario -------------------------------------------------------------------------------
