@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -105,7 +106,7 @@ def test_loading_weights_only(two_ranks: Ranks, tmp_path: Path) -> None:
         assert distance(found[0][0], ours[0]) == 0.0
 
 
-def padding() -> None:
+def padding(folder: str) -> None:
     """What is stored behind the parameters, where memory that is not written yet holds NaN, is zero: two checkpoints of
     one state are the same, to the bit."""
     from superoffload.integrations.deepspeed.stage3.optimizer import numel_here
@@ -122,10 +123,6 @@ def padding() -> None:
             assert not flat[start + numel : start + size].any()
             start += size
     end(engine)
-
-
-def test_padding_is_zero(two_ranks: Ranks) -> None:
-    two_ranks.run(padding)
 
 
 State = dict[str, tuple[Tensor, ...]]
@@ -287,11 +284,6 @@ def published_at_ties(folder: str) -> None:
     end(engine)
 
 
-@lean
-def test_a_load_publishes_ties_as_a_step_does(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(published_at_ties, str(tmp_path))
-
-
 def load_damaged(folder: str) -> None:
     """A NaN in a moment; what is there afterwards, and that a good checkpoint still loads."""
 
@@ -320,5 +312,6 @@ def load_damaged(folder: str) -> None:
 
 
 @lean
-def test_a_damaged_moment_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(load_damaged, str(tmp_path))
+@pytest.mark.parametrize("case", [padding, published_at_ties, load_damaged], ids=lambda case: case.__name__)
+def test_what_each_rank_checks(case: Callable[[str], None], two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(case, str(tmp_path))

@@ -182,7 +182,7 @@ def two_engines() -> None:
 
 
 def left_behind() -> None:
-    """No fp32 gradient, as stock and upstream make; nothing of an engine that was destroyed, whose hooks DeepSpeed keeps."""
+    """No fp32 gradient, as stock makes; nothing of an engine that was destroyed, whose hooks DeepSpeed keeps."""
     engine = _engine(clip=1.0, speculation="always")
     optimizer = engine.optimizer
 
