@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_suite import races, targets, training
+from benchmarks.gpu_suite import races, training
 from benchmarks.gpu_suite.contestants import (
     ALL_ON_DEVICE,
     BARE,
@@ -20,7 +20,6 @@ from benchmarks.gpu_suite.contestants import (
 )
 from benchmarks.gpu_suite.devices import Device
 from benchmarks.gpu_suite.settings import TOY, train_row
-from benchmarks.gpu_suite.table import short_table, table
 from superoffload import _native
 
 PEER, GPU_PEER = "DeepSpeed ZeRO-Offload", "DeepSpeed SuperOffload"
@@ -82,42 +81,3 @@ def test_a_parameter_that_a_delay_keeps_back_is_found(monkeypatch: pytest.Monkey
     monkeypatch.setattr(_native.HostPieces, "publish", losing)
     assert races.run_races("cpu", "always", "eager", seeds=[1], steps=3)["different_seeds"] == [1]
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-# ---- targets ---------------------------------------------------------------------------------------------------------
-
-
-def row(contestant: str, seconds: float, **more: Any) -> dict[str, Any]:
-    """A billion parameters on a GPU that does not exist."""
-    result = {
-        "parameters": 10**9, "bare_seconds": 0.08, "device": "imagined", "losses": [5.0], "digests": {"master": "a"},
-        "seconds_median": seconds, "tokens_per_second": 1.0, "final_loss": 1.0, "host_peak_resident_bytes": 1, **more,
-    }  # fmt: skip
-    settings = {"what": "train", "contestant": contestant, "tokens": 8192, "capped_gib": None}
-    return {"key": f"8192 tokens, {contestant}", "status": "done", "settings": settings, "result": result}
-
-
-def test_targets_are_computed_from_the_rows() -> None:
-    """The bound is the largest of 0.1 s on the device, 0.2 s for a CPU pass and 0.05 s for the slower transfer."""
-    link = {"down_gb_per_s": 50.0, "up_gb_per_s": 40.0, "both_gb_per_s": 20.0, "device": "imagined"}
-    rows = [
-        {"key": key, "status": "done", "settings": {"what": key}, "result": result}
-        for key, result in (("link", link), ("adam", {"step_seconds_per_param": 0.2e-9, "threads": 16}))
-    ]
-    rows += [row(BARE, 0.08), row(ALL_ON_DEVICE, 0.1), row(OURS, 0.22, gpu_used_bytes=104), row(OURS_CLIPPED, 0.24)]
-    rows += [row(OURS_SYNCHRONOUS, 0.3, digests={"master": "b"}), row(PEER, 0.58, gpu_used_bytes=100)]
-    judged = targets.all_targets([*rows, row(GPU_PEER, 0.48, gpu_used_bytes=200)])
-    assert all(target.name in table(rows, judged) for target in judged)
-    assert len(short_table(rows, judged).encode()) < 4096
-    verdicts = {target.name.partition(": ")[2]: (target.verdict, target.value) for target in judged}
-    for name, verdict, value in (
-        ("ours, iteration over the bound", "met", 1.1),
-        ("ours, every step clipped, iteration over the bound", "missed", 1.2),
-        ("ours, exposed time over the best peer's", "missed", 0.14 / 0.4),
-        ("ours, GPU memory over the leanest peer's", "met", 1.04),
-        ("ours and ours, synchronous, parts of the state that differ", "missed", 1.0),
-    ):
-        found, measured_value = verdicts[name]
-        assert found == verdict and measured_value == pytest.approx(value), name
-    alone = targets.all_targets([*rows[:2], row(OURS, 0.22)])
-    assert {(one.verdict, one.value) for one in alone} == {("not measured", None)}
