@@ -247,14 +247,7 @@ def as_stored(value: Tensor, name: str, form: str) -> Tensor:
 
 
 @lean
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        ("stock", "8bit+split"),
-        ("8bit+split", "stock"),
-        ("split", "bf16"),
-    ],
-)
+@pytest.mark.parametrize(("first", "then"), [("stock", "8bit+split"), ("8bit+split", "stock"), ("split", "bf16")])
 def test_forms_load_each_other(first: str, then: str, two_ranks: Ranks, tmp_path: Path) -> None:
     for theirs, ours in two_ranks.run(saved_and_loaded, str(tmp_path), first, then):
         assert all(torch.equal(a, b) for a, b in zip(theirs["master"], ours["master"], strict=True))
