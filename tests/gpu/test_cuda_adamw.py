@@ -84,20 +84,6 @@ def test_split_masters_have_the_bits_of_the_synchronous_cpu_run(
     assert (run.stats["params_on_device"] > 0) == (placement is not None)
 
 
-@devices
-def test_kept_gradients_may_be_edited(device: str) -> None:
-    """Clipping by hand is seen, undone and stepped anew."""
-
-    def halve(model: Any, optimizer: Any) -> None:
-        for param in model.parameters():
-            assert param.grad is not None
-            param.grad.mul_(0.5)
-
-    run = train(device, torch.float32, speculation="always", keep_grads=True, before_step=halve)
-    expected = train("cpu", torch.float32, speculation="never", before_step=halve)
-    assert run.bits() == expected.bits() != reference(torch.float32).bits()
-
-
 @with_stand_in
 @pytest.mark.parametrize("delivery", ["eager", "on_demand"])
 def test_random_delays_change_no_bit(device: str, delivery: str) -> None:
@@ -152,13 +138,13 @@ def _unscaled(model: Any, optimizer: Any) -> None:
 
 @devices
 @pytest.mark.parametrize("use", [_halved, _added_to, _looked_at, _unscaled])
-@pytest.mark.parametrize("speculation", ["always", "never"])
+@pytest.mark.parametrize("options", [{}, {"speculation": "never"}, {"keep_grads": True}], ids=str)
 @pytest.mark.filterwarnings("ignore:superoffload:RuntimeWarning")
-def test_freed_gradients_are_brought_back(device: str, speculation: str, use: Any) -> None:
-    """With the bits of gradients that were kept where they are."""
-    if device == "cpu" and use is _unscaled:
-        pytest.skip("needs a GPU: edits through .data are not noticed where gradients are kept, so there is no equal")
-    run = train(device, torch.float32, speculation=speculation, before_step=use)
+def test_edits_of_freed_and_of_kept_gradients_are_seen(device: str, options: dict[str, Any], use: Any) -> None:
+    """Freed ones are brought back, with the bits of gradients that were kept where they are."""
+    if use is _unscaled and (device == "cpu" or "keep_grads" in options):
+        pytest.skip("needs freed gradients: edits through .data are not noticed where they are kept")
+    run = train(device, torch.float32, before_step=use, **{"speculation": "always", **options})
     expected = train("cpu", torch.float32, speculation="never", before_step=_halved if use is _unscaled else use)
     assert run.bits() == expected.bits()
     assert (run.bits() == reference(torch.float32).bits()) is (use is _looked_at)
@@ -237,14 +223,9 @@ def test_memory_that_cannot_be_pinned_changes_no_bit(monkeypatch: pytest.MonkeyP
 
 
 @gpu
-def test_parameters_on_several_devices_are_refused() -> None:
-    params = [nn.Parameter(torch.zeros(8, device="cuda")), nn.Parameter(torch.zeros(8))]
+def test_a_model_on_several_devices_and_one_that_was_moved_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"parameter 1 of param_groups\[0\]: on cpu, while"):
-        AdamW(params)
-
-
-@gpu
-def test_a_model_that_was_moved_is_refused() -> None:
+        AdamW([nn.Parameter(torch.zeros(8, device=device)) for device in ("cuda", "cpu")])
     model, optimizer = make("cuda", torch.float32)
     backward(model, 0)
     optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ MAKERS: dict[str, Make] = {
     "never": lambda params: AdamW(params, lr=1e-3, speculation="never", threads=1),
     "torch": lambda params: torch.optim.AdamW(params, lr=1e-3),
 }
+
+SEEDS: Any = torch.utils.data.DataLoader(torch.arange(8), batch_size=1)  # type: ignore[arg-type]
 
 
 def compare(train: Callable[[Make], tuple[nn.Module, Any]]) -> None:
@@ -67,6 +70,44 @@ def test_accelerate(tmp_path: Path) -> None:
         return accelerator.unwrap_model(model), inner
 
     compare(train)
+
+
+@pytest.mark.over_stand_in
+def test_accelerates_windows() -> None:
+    """It says where they end, so that nothing is stepped too early; the last one is shorter."""
+
+    def train(make: Make) -> tuple[nn.Module, Any]:
+        accelerator = accelerator_of(gradient_accumulation_steps=3)
+        plain = model_of()
+        inner = make(plain.parameters())
+        model, optimizer, seeds = accelerator.prepare(plain, inner, SEEDS)
+        for seed in (one for _ in range(2) for one in seeds):
+            with accelerator.accumulate(model):
+                accelerator.backward(batch(model, int(seed)))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not isinstance(inner, AdamW) or inner.stats()["steps"] == 6
+        return plain, inner
+
+    compare(train)
+
+
+def test_a_window_that_was_left_half_way_is_another_loops() -> None:
+    """The first step shows it; from then on backward overlaps as ever, until Accelerate begins another window."""
+    state = accelerator_of().gradient_state
+    model, overlapped, told = model_of(), [], []
+    with AdamW(model.parameters(), speculation="always", threads=1) as optimizer:
+        for state.sync_gradients in (False, False, False, True, False, False):
+            before = optimizer.stats()["buckets_speculated"]
+            batch(model, 1).backward()
+            overlapped.append(optimizer.stats()["buckets_speculated"] > before)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimizer.step()
+            told.append(any("sync_gradients=False" in str(one.message) for one in caught))
+            optimizer.zero_grad()
+    assert overlapped == [False, True, True, True, False, True]
+    assert told == [True, False, False, False, False, False]
 
 
 def test_accelerate_does_not_take_the_state_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,33 +204,16 @@ def test_lightning(automatic: bool, precision: Any, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
     from lightning.pytorch.plugins import MixedPrecision
 
-    seeds: Any = torch.utils.data.DataLoader(torch.arange(8), batch_size=1)  # type: ignore[arg-type]
-
     def train(make: Make) -> tuple[nn.Module, Any]:
         module = lightning_module(lightning, make, automatic=automatic)
         options: Any = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2} if automatic else {}
         if precision != "32-true":  # the first with a scaler and clipping by its unscale_(), the second without
             scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if precision == "16-mixed" else None
             options["plugins"] = MixedPrecision(precision, "cpu", scaler=scaler)
-        lightning_trainer(lightning, tmp_path, **options).fit(module, seeds)
+        lightning_trainer(lightning, tmp_path, **options).fit(module, SEEDS)
         return module.net, module.made
 
     compare(train)
-
-
-def test_lightning_checkpoint(tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
-    seeds: Any = torch.utils.data.DataLoader(torch.arange(8), batch_size=1)  # type: ignore[arg-type]
-    keep = lightning.callbacks.ModelCheckpoint(str(tmp_path), "{step}", every_n_train_steps=4, save_top_k=-1)
-    digests = []
-    for options in ({"callbacks": [keep], "enable_checkpointing": True}, {}):
-        module = lightning_module(lightning, MAKERS["always"], automatic=True)
-        trainer = lightning_trainer(lightning, tmp_path, **options)
-        trainer.fit(module, seeds, ckpt_path=None if options else str(tmp_path / "step=4.ckpt"))
-        assert module.made.stats()["steps"] == (8 if options else 4)
-        digests.append(module.made.state_digests())
-        module.made.close()
-    assert digests[0] == digests[1]
 
 
 @pytest.mark.over_stand_in

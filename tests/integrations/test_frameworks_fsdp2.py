@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from superoffload import AdamW, checkpoints
 from tests.support.optional_packages import needs
 from tests.support.rank_processes import (
+    RANKS,
     Stage,
     cut,
     error_of,
@@ -164,9 +165,12 @@ def by_lightning(folder: str, make: Callable[..., Any]) -> Any:
     return module.net, module.made
 
 
+COMPARED: dict[str, Any] = {"Accelerate": accelerated, "PEFT": adapted, "Lightning": by_lightning}
+
+
 def compared(framework: str, folder: str) -> None:
     """In a rank: the bits are those of our synchronous mode, the weights torch's."""
-    run: Any = {"Accelerate": accelerated, "PEFT": adapted, "Lightning": partial(by_lightning, folder)}[framework]
+    run: Any = partial(by_lightning, folder) if framework == "Lightning" else COMPARED[framework]
     digests = []
     for mode in ("always", "never"):
         model, optimizer = run(partial(AdamW, lr=1e-3, speculation=mode, threads=1))
@@ -185,22 +189,14 @@ def compared(framework: str, folder: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-6)
 
 
-@needs("accelerate")
-@layouts(*SHARDED)
-def test_accelerate(ranks: Any) -> None:
-    ranks(2, compared, "Accelerate", "")
+LAID_OUT = [(name, layout) for name in COMPARED for layout in (SHARDED if name == "Accelerate" else RANKS)]
 
 
-@needs("peft")
-@layouts()
-def test_lora(ranks: Any) -> None:
-    ranks(2, compared, "PEFT", "")
-
-
-@needs("lightning")
-@layouts()
-def test_lightning(ranks: Any, tmp_path: Path) -> None:
-    ranks(2, compared, "Lightning", str(tmp_path))
+@pytest.mark.parametrize(
+    ("framework", "layout"), [pytest.param(name, layout, marks=needs(name.lower())) for name, layout in LAID_OUT]
+)
+def test_frameworks(framework: str, layout: str, tmp_path: Path) -> None:
+    RANKS[layout](2, compared, framework, str(tmp_path))
 
 
 # ---- Trainer and trainers of TRL ------------------------------------------------------------------------
@@ -267,20 +263,15 @@ def test_trainer(ranks: Any, tmp_path: Path) -> None:
         assert refused in found if ranks is on_mesh else found is True
 
 
-@OF_TRL
-@layouts(*SHARDED)
-def test_sft_trainer(ranks: Any, tmp_path: Path) -> None:
-    ranks(2, trained_in_modes, "SFT", str(tmp_path))
-
-
 def refused_by_trl(folder: str) -> str:
     return error_of(lambda: trained("GRPO", folder, "always"))
 
 
 @OF_TRL
-def test_trainers_that_generate(tmp_path: Path) -> None:
-    """Where matrices are shared, TRL draws tokens that differ on the ranks that share one."""
-    on_ranks(2, trained_in_modes, "GRPO", str(tmp_path))
+def test_trainers_of_trl(tmp_path: Path) -> None:
+    """Where matrices are shared, it draws tokens that differ on the ranks that share one."""
+    for ranks, kind in ((on_ranks, "SFT"), (on_mesh, "SFT"), (on_ranks, "GRPO")):
+        ranks(2, trained_in_modes, kind, str(tmp_path))
     for error in on_mesh(2, refused_by_trl, str(tmp_path)):
         assert "its gradient differs from that of rank 0" in error
 

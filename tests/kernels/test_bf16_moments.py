@@ -1,15 +1,17 @@
-"""bfloat16 moments with stochastic rounding: the reference's bits, exact undo, no bias."""
+"""bfloat16 moments with stochastic rounding: the reference's bits, exact undo, no bias, the same noise for parts."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from superoffload import kernels
+from superoffload.distributed.ownership import Box
 from tests.support import kernel_inputs as cases
+from tests.support import numpy_kernels
 from tests.support.guarded_arrays import GuardedSpan, assert_bits, assert_state, each_isa
 from tests.support.kernel_inputs import State
 from tests.support.reference import adam
@@ -113,3 +115,73 @@ def test_rounding_has_no_bias() -> None:
     spread = 2.0**-8 / np.sqrt(numel)  # standard error of the mean is below this
     assert abs(widen(guarded.state.exp_avg_sq).astype(np.float64).mean() - 0.999) < 5 * spread
     assert abs(widen(guarded.state.exp_avg).astype(np.float64).mean() - 0.9) < 5 * spread
+
+
+# ---- the noise is that of an element's place in the whole parameter, whatever part a rank has ------------------------
+
+
+class PlacedBox(NamedTuple):
+    """A box of a parameter, how the kernels are told of it, and where its elements are, found by indexing."""
+
+    shape: tuple[int, ...]
+    box: Box
+    order: tuple[int, ...] | None
+    start: int
+    axes: tuple[tuple[int, int], ...]
+    places: NDArray[np.uint64]
+
+    def __str__(self) -> str:
+        return f"{self.box.lengths}-of-{self.shape}" + (f"-{self.order}" if self.order else "")
+
+
+def placed(
+    shape: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...], order: tuple[int, ...] | None = None
+) -> PlacedBox:
+    box = Box(offsets, lengths)
+    whole = np.arange(np.prod(shape), dtype=np.uint64).reshape(shape)
+    part = whole[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+    flat = (part if order is None else part.transpose(order)).ravel()
+    return PlacedBox(shape, box, order, box.first_in(shape), box.axes_in(shape, order), flat)
+
+
+# Columns; several dimensions; other orders in memory.
+BOXES = (
+    placed((700, 9), (0, 3), (700, 3)),
+    placed((150, 64), (3, 16), (140, 17)),
+    placed((5, 3000), (0, 1100), (5, 1000)),
+    placed((6, 40, 33), (2, 5, 0), (4, 30, 33)),
+    placed((8, 6, 9, 11), (0, 0, 0, 0), (8, 6, 9, 11), (0, 2, 3, 1)),
+)
+
+
+@each_isa
+@pytest.mark.parametrize("box", BOXES, ids=str)
+def test_a_part_has_the_bits_that_it_has_in_the_whole_parameter(isa: str, box: PlacedBox) -> None:
+    numel = int(np.prod(box.shape))
+    moments = np.zeros((2, numel), np.uint16)
+    whole: list[Any] = [zeros(numel).master, *moments, *moments.copy()]  # and gradient and shadow
+    part = [array[box.places].copy() for array in whole]
+    span = numpy_kernels.Span(*whole, noise_stream=STREAM)
+    here = numpy_kernels.Span(*part, noise_stream=STREAM, start=box.start, axes=box.axes)
+    with kernels.using_isa(isa):
+        for step, way in enumerate(("step", "journaled", "undone", "replayed", "two phases"), start=1):
+            random, h = np.random.default_rng([step, numel]), hyper(step)
+            values = random.standard_normal(numel) * 10.0 ** random.uniform(-2, 0, numel)
+            whole[3][:] = narrow(values.astype(np.float32), "bf16")
+            part[3][:] = whole[3][box.places]
+            span.step(h)
+            if way == "two phases":
+                here.publish(h)
+                here.settle(h)
+            elif way != "step":
+                assert here.step_journaled(hyper(step, 4.0 if way == "replayed" else 1.0), 1 + step % 2)
+            if way == "undone":
+                here.undo()
+            if way in ("step", "undone"):
+                here.step(h)
+            if way == "replayed":
+                here.replay(h)
+            for name, all_of_it, found in zip(
+                ("master", "exp_avg", "exp_avg_sq", "", "shadow"), whole, part, strict=True
+            ):
+                np.testing.assert_array_equal(found, all_of_it[box.places], f"{name}, {way}")

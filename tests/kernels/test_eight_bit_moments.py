@@ -92,16 +92,6 @@ class State:
 WAYS = ("step", "two phases", "undo 1", "undo 2", "replay 1", "replay 2")
 
 
-@pytest.mark.parametrize(("split", "gradient"), [(False, "bf16"), (True, "fp16")])
-def test_every_way_to_step_is_the_reference(isa: str, split: bool, gradient: str) -> None:
-    for numel in (1, 64, 255, 256, 257, 1024, 1025, 3001):
-        state = State(numel, gradient=gradient, split=split)
-        for step, way in enumerate((*WAYS, *WAYS), start=1):
-            state.next_gradient()
-            h = hyper(step, 0.37 if step == 4 else 1.0, eps=0.0 if step % 3 == 0 else 1e-8, l2=numel % 2 > 0)
-            state.check(way, h)
-
-
 def test_hostile_blocks(isa: str) -> None:
     blocks = list(hostile_blocks().values())
     for way in WAYS:
@@ -112,12 +102,16 @@ def test_hostile_blocks(isa: str) -> None:
             state.check(way, hyper(step, eps=0.0 if step == 3 else 1e-8))
 
 
-@settings(deadline=None, max_examples=60)
-@given(seed=st.integers(0, 2**32 - 1), numel=st.integers(1, 2100), data=st.data())
+edges = st.sampled_from([1, 64, 255, 256, 257, 1024, 1025, 3001])
+
+
+@settings(deadline=None, max_examples=100)
+@given(seed=st.integers(0, 2**32 - 1), numel=st.one_of(st.integers(1, 2100), edges), data=st.data())
 def test_any_schedule_gives_the_bits_of_the_reference(seed: int, numel: int, data: st.DataObject) -> None:
     """Raw bit patterns as gradients and any bytes as state, in any order of ways to step."""
     with kernels.using_isa(data.draw(st.sampled_from(kernels.available_isas()))):
-        state = State(numel, seed, "fp32", split=data.draw(st.booleans()))
+        gradient = data.draw(st.sampled_from(["fp32", "bf16", "fp16"]))
+        state = State(numel, seed, gradient, split=data.draw(st.booleans()))
         if data.draw(st.booleans()):
             for moment in (state.exp_avg, state.exp_avg_sq):
                 moment[:] = state.random.integers(0, 256, len(moment), np.uint8)
@@ -127,7 +121,8 @@ def test_any_schedule_gives_the_bits_of_the_reference(seed: int, numel: int, dat
             else:
                 words = state.random.integers(0, 2**32, numel, np.uint32)
                 state.set_gradient(words.view(np.float32))
-            h = hyper(step, data.draw(st.sampled_from([1.0, 0.25, 0.0])), l2=data.draw(st.booleans()))
+            factor, eps = data.draw(st.sampled_from([1.0, 0.25, 0.0])), data.draw(st.sampled_from([1e-8, 0.0]))
+            h = hyper(step, factor, eps=eps, l2=data.draw(st.booleans()))
             state.check(data.draw(st.sampled_from(WAYS)), h)
 
 

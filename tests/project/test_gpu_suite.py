@@ -10,14 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_suite import races, targets, training
-from benchmarks.gpu_suite.contestants import (
-    ALL_ON_DEVICE,
-    BARE,
-    OURS,
-    OURS_CLIPPED,
-    OURS_FSDP2,
-    OURS_SYNCHRONOUS,
-)
+from benchmarks.gpu_suite.contestants import ALL_ON_DEVICE, BARE, OURS, OURS_CLIPPED, OURS_FSDP2, OURS_SYNCHRONOUS
 from benchmarks.gpu_suite.devices import Device
 from benchmarks.gpu_suite.settings import TOY, train_row
 from benchmarks.gpu_suite.table import short_table, table

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
@@ -36,35 +35,21 @@ PACKAGE = Path(superoffload.__file__).parent
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0: expected a finite number above 0, or None for no clipping"),
         ({"model": nn.Linear(2, 2)}, "model: Linear, which has none of params; pass the model whose"),
         ({"process_group": 3}, "process_group=3: expected a torch.distributed.ProcessGroup that this rank is in"),
+        ({"SUPEROFFLOAD_DEVICE_TIMEOUT": "-5"}, "SUPEROFFLOAD_DEVICE_TIMEOUT='-5': expected a number of seconds above"),
+        ({"SUPEROFFLOAD_RANK_TIMEOUT": "1 min"}, "SUPEROFFLOAD_RANK_TIMEOUT='1 min': expected a number of seconds"),
     ],
-    ids=["threads", "trace", "norm", "model", "group"],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_values_that_cannot_be_meant(arguments: dict[str, Any], words: str) -> None:
+def test_values_that_cannot_be_meant(arguments: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment is checked also where it is not needed: on the CPU and alone."""
+    for name in [name for name in arguments if name.isupper()]:
+        monkeypatch.setenv(name, arguments.pop(name))
     with pytest.raises(ArgumentError) as caught:
         AdamW(model_of().parameters(), **arguments)
     assert str(caught.value).startswith(words)
     if "threads" in arguments:
         with pytest.raises(ArgumentError, match="threads=1000000: expected at most"):
             superoffload.CPUAdamW(model_of().parameters(), **arguments)
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "words"),
-    [
-        ("SUPEROFFLOAD_DEVICE_TIMEOUT", "-5", "'-5': expected a number of seconds above 0"),
-        ("SUPEROFFLOAD_RANK_TIMEOUT", "1 min", "'1 min': expected a number of seconds"),
-    ],
-)
-def test_the_environment_is_checked_where_it_is_not_needed_too(
-    variable: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the CPU and alone, before the machine that it was meant for."""
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(ArgumentError) as caught:
-        AdamW(model_of().parameters())
-    assert str(caught.value).startswith(f"{variable}={words}")
-    monkeypatch.setenv(variable, "")
-    AdamW(model_of().parameters()).close()
 
 
 def test_a_variable_that_nothing_reads_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,12 +76,6 @@ def test_accumulate_without_with() -> None:
             with optimizer.accumulate():
                 pass
 
-            @optimizer.accumulate()
-            def never_called() -> None:
-                pass
-
-            del never_called
-
 
 def test_settings_in_a_group_that_nobody_reads() -> None:
     model = model_of()
@@ -114,25 +93,42 @@ def test_a_monitor_of_something_else() -> None:
         superoffload.Monitor(wrong)
 
 
-# ---- steps that do nothing ----------------------------------------------------------------------------------------
+# ---- steps that do nothing: told once --------------------------------------------------------------------------------
 
 
-def said(loop: Callable[[nn.Module, AdamW], None]) -> list[str]:
+def empty(model: nn.Module, optimizer: AdamW, step: int) -> None:
+    """No backward."""
+
+
+def not_finite(model: nn.Module, optimizer: AdamW, step: int) -> None:
+    (batch(model, step) * float("nan")).backward()
+
+
+def clipped_by_hand(model: nn.Module, optimizer: AdamW, step: int) -> None:
+    optimizer.max_grad_norm = 1e-3
+    batch(model, step).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("before", "steps", "words"),
+    [
+        (empty, WITHOUT_GRADIENTS, ("none of the", "Call backward() before step()", "fully_shard")),
+        (not_finite, SKIPPED, (f"{SKIPPED} steps in a row were skipped", "GradScaler")),
+        (clipped_by_hand, CLIPPED_BEFORE, ("clip_grad_norm_", "was max_grad_norm=0.001 itself in 5 steps in a row")),
+    ],
+    ids=["empty", "not finite", "clipped by hand"],
+)
+def test_steps_that_do_nothing_are_told_once(before: Any, steps: int, words: tuple[str, ...]) -> None:
     model = model_of()
     with warnings.catch_warnings(record=True) as caught, AdamW(model.parameters(), threads=1) as optimizer:
         warnings.simplefilter("always")
-        loop(model, optimizer)
-    return [str(one.message) for one in caught if issubclass(one.category, RuntimeWarning)]
-
-
-def empty(model: nn.Module, optimizer: AdamW) -> None:
-    for _ in range(3 * WITHOUT_GRADIENTS):
-        optimizer.step()
-
-
-def test_steps_without_any_gradient_are_told_once() -> None:
-    (message,) = said(empty)
-    assert "none of the" in message and "Call backward() before step()" in message and "fully_shard" in message
+        for step in range(3 * steps):
+            optimizer.zero_grad()
+            before(model, optimizer, step)
+            optimizer.step()
+    (message,) = [str(one.message) for one in caught if issubclass(one.category, RuntimeWarning)]
+    assert all(word in message for word in words)
 
 
 def test_a_warning_that_is_an_error_comes_once_the_step_is_whole() -> None:
@@ -150,31 +146,6 @@ def test_a_warning_that_is_an_error_comes_once_the_step_is_whole() -> None:
         assert (optimizer.stats()["skipped_steps"], optimizer.stats()["steps"]) == (SKIPPED, 1)
 
 
-def test_steps_that_are_all_skipped_are_told_once() -> None:
-    def loop(model: nn.Module, optimizer: AdamW) -> None:
-        for step in range(1, 3 * SKIPPED):
-            optimizer.zero_grad()
-            (batch(model, step) * float("nan")).backward()
-            optimizer.step()
-
-    (message,) = said(loop)
-    assert f"{SKIPPED} steps in a row were skipped" in message and "GradScaler" in message
-
-
-def test_clipping_by_hand_beside_max_grad_norm_is_told_once() -> None:
-    def loop(model: nn.Module, optimizer: AdamW) -> None:
-        optimizer.max_grad_norm = 1e-3
-        for step in range(3 * CLIPPED_BEFORE):
-            optimizer.zero_grad()
-            batch(model, step).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-            optimizer.step()
-
-    (message,) = said(loop)
-    assert "torch.nn.utils.clip_grad_norm_" in message
-    assert "was max_grad_norm=0.001 itself in 5 steps in a row" in message
-
-
 # ---- checkpoints --------------------------------------------------------------------------------------------------
 
 
@@ -182,42 +153,33 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
     model = model_of()
     with AdamW(model.parameters()) as optimizer:
         checkpoints.save(tmp_path / "run" / "step-1", model, optimizer)
-        with pytest.raises(ArgumentError, match=r"run: a folder of checkpoints; .* newest is .*step-1 \(checkpoints"):
-            checkpoints.load(tmp_path / "run", model, optimizer)
-        with pytest.raises(ArgumentError, match=r"none: no such folder; checkpoints.latest\(\) names"):
-            checkpoints.load(tmp_path / "none", model, optimizer)
         torch.save(model.state_dict(), tmp_path / "model.pt")
-        with pytest.raises(ArgumentError, match=r"model.pt: a file, expected the folder .* loads with torch.load and"):
-            checkpoints.load(tmp_path / "model.pt", model, optimizer)
         (tmp_path / "pretrained").mkdir()
-        with pytest.raises(ArgumentError, match=r"pretrained: no manifest.json, .* a folder of save_pretrained with"):
-            checkpoints.load(tmp_path / "pretrained", model, optimizer)
-        (tmp_path / "file").touch()
-        with pytest.raises(ArgumentError, match=r"folder='.*file/step-1': cannot be made \(.*\); name one where you"):
-            checkpoints.save(tmp_path / "file" / "step-1", model, optimizer)
+        for name, words in (
+            ("run", r"run: a folder of checkpoints; .* newest is .*step-1 \(checkpoints"),
+            ("none", r"none: no such folder; checkpoints.latest\(\) names"),
+            ("model.pt", r"model.pt: a file, expected the folder .* loads with torch.load and"),
+            ("pretrained", r"pretrained: no manifest.json, .* a folder of save_pretrained with"),
+        ):
+            with pytest.raises(ArgumentError, match=words):
+                checkpoints.load(tmp_path / name, model, optimizer)
+        with pytest.raises(ArgumentError, match=r"folder='.*pt/step-1': cannot be made \(.*\); name one where you"):
+            checkpoints.save(tmp_path / "model.pt" / "step-1", model, optimizer)
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
+def test_what_is_no_state_dict_and_what_cannot_be_saved_are_named(tmp_path: Path) -> None:
+    model = model_of()
+    others: tuple[tuple[Any, str], ...] = (
         ("run/optimizer.pt", "'run/optimizer.pt', which torch.load reads"),
         (nn.Linear(2, 2).state_dict(), "a dict with 'weight', 'bias'"),
         (None, "a NoneType"),
-    ],
-    ids=["path", "model", "none"],
-)
-def test_what_is_no_state_dict_of_an_optimizer(given: Any, words: str) -> None:
-    with AdamW(model_of().parameters()) as optimizer, pytest.raises(ArgumentError) as caught:
-        optimizer.load_state_dict(given)
-    assert str(caught.value).startswith(f"state_dict: {words}, expected a dict with 'state' and 'param_groups'")
-
-
-def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
-    model = model_of()
+    )
     with AdamW(model.parameters()) as optimizer:
-        for value, kind in ((lambda: 1, "function"), (Fraction(1, 3), "Fraction")):
-            with pytest.raises(ArgumentError, match=rf"^extra\['mine'\]: {kind}: not saved, since only what"):
-                checkpoints.save(tmp_path / "one", model, optimizer, extra={"step": 1, "mine": value})
+        for given, words in others:
+            with pytest.raises(ArgumentError, match=f"^state_dict: {words}, expected a dict with 'state' and 'param_g"):
+                optimizer.load_state_dict(given)
+        with pytest.raises(ArgumentError, match=r"^extra\['mine'\]: Fraction: not saved, since only what"):
+            checkpoints.save(tmp_path / "one", model, optimizer, extra={"step": 1, "mine": Fraction(1, 3)})
 
 
 # ---- a clone that was not built -----------------------------------------------------------------------------------

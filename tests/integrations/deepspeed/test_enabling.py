@@ -188,22 +188,6 @@ def initialize(configuration: dict[str, Any], optimizer: str | None = None, **ar
     return name
 
 
-def initialize_with_tensor_parallelism() -> str:
-    """As Megatron's users tell DeepSpeed of it, which remembers it for the process."""
-    from deepspeed.utils import groups
-
-    class Megatron:
-        def __getattr__(self, name: str) -> Any:
-            if name == "initialize_sequence_parallel":
-                raise AttributeError(name)
-            if name.endswith("_group"):
-                return lambda: dist.group.WORLD
-            return lambda: dist.get_world_size() if "data_parallel_world" in name else int("world_size" in name)
-
-    with mock.patch.object(groups, "mpu", groups.mpu):
-        return initialize(config(), mpu=Megatron())
-
-
 def initialize_with_experts() -> str:
     """A parameter that is partitioned over fewer ranks than the others, as those of experts are."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
@@ -245,7 +229,6 @@ def test_refused_at_initialize(two_ranks: Ranks) -> None:
         (initialize, ({**config(), "superoffload": {"speed": 1}},), "unknown.* speed"),
         (initialize, ({**config(), **autocast},), "torch_autocast.*its loss scaler"),
         (initialize, (split,), r"master_dtype='split': it needs bfloat16 parameters.*float16"),
-        (initialize_with_tensor_parallelism, (), "mpu=Megatron: model parallelism is not supported"),
         (initialize_with_experts, (), r"is partitioned over ranks \[0\], others over \[0, 1\]"),
     ]
     for case, arguments, words in refused:
@@ -257,43 +240,39 @@ def test_refused_at_initialize(two_ranks: Ranks) -> None:
 # ---- what only arguments and optimizers of DeepSpeed say
 
 
-def test_refused_arguments() -> None:
-    check_arguments({"zero_hpz_partition_size": 1, "mpu": SimpleNamespace(initialize_sequence_parallel=None)})
-    for given, words in (
-        ({"mpu": SimpleNamespace()}, "model parallelism is not supported"),
-        ({"gradient_accumulation_dtype": torch.float64}, "expected fp32, bf16 or fp16"),
-        ({"bf16_optimizer_states": True}, '"state_dtype": "bf16"'),  # and what is refused in the JSON already
-    ):
-        with pytest.raises(ArgumentError, match=words):
-            check_arguments(given)
-
-
 class CPUAdam(torch.optim.Adam):
     """Stands in for DeepSpeedCPUAdam."""
 
-    def __init__(self, params: Any, lr: float, fp32_optimizer_states: bool = True) -> None:
-        super().__init__(params, lr=lr)
-        self.fp32_optimizer_states = fp32_optimizer_states
+    fp32_optimizer_states = True
 
 
 class Own(torch.optim.AdamW):
     """May step differently."""
 
 
-def test_refused_optimizers() -> None:
+def test_refused_arguments_and_optimizers() -> None:
     param = torch.nn.Parameter(torch.zeros(3))
+    check_arguments({"zero_hpz_partition_size": 1, "mpu": SimpleNamespace(initialize_sequence_parallel=None)})
     for allowed in (torch.optim.Adam, torch.optim.AdamW, CPUAdam):
-        check_optimizer(allowed([param], lr=1e-3), CPUAdam)
-    refused: list[tuple[Any, dict[str, Any], str]] = [
-        (torch.optim.SGD, {}, 'optimizer SGD: expected.*set "offload_optimizer": {"device": "cpu"}'),
-        (Own, {}, "optimizer Own: expected"),
-        (torch.optim.AdamW, {"amsgrad": True}, "amsgrad=True: expected False"),
-        (torch.optim.AdamW, {"maximize": True}, "maximize=True: expected False"),
-        (CPUAdam, {"fp32_optimizer_states": False}, '"state_dtype": "bf16"} instead'),
+        check_optimizer(allowed([param]), CPUAdam)
+    of_16_bit = CPUAdam([param])
+    of_16_bit.fp32_optimizer_states = False
+    refused: list[tuple[Any, str]] = [
+        ({"mpu": SimpleNamespace()}, "model parallelism is not supported"),
+        ({"gradient_accumulation_dtype": torch.float64}, "expected fp32, bf16 or fp16"),
+        ({"bf16_optimizer_states": True}, '"state_dtype": "bf16"'),  # and what is refused in the JSON already
+        (torch.optim.SGD([param]), 'optimizer SGD: expected.*set "offload_optimizer": {"device": "cpu"}'),
+        (Own([param]), "optimizer Own: expected"),
+        (torch.optim.AdamW([param], amsgrad=True), "amsgrad=True: expected False"),
+        (torch.optim.AdamW([param], maximize=True), "maximize=True: expected False"),
+        (of_16_bit, '"state_dtype": "bf16"} instead'),
     ]
-    for kind, options, words in refused:
+    for given, words in refused:
         with pytest.raises(ArgumentError, match=words):
-            check_optimizer(kind([param], lr=1e-3, **options), CPUAdam)
+            if isinstance(given, dict):
+                check_arguments(given)
+            else:
+                check_optimizer(given, CPUAdam)
 
 
 class Builder:
@@ -324,9 +303,12 @@ def test_the_kernel_is_built_for_the_first_who_calls_it() -> None:
     assert kernel._kernel.mock_calls == [*made, called.destroy_adam(1)]
 
 
-def test_the_environment_is_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_and_arguments_are_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
     from superoffload.integrations.deepspeed.stage3.optimizer import SpeculativeStage3
 
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))])
+    with pytest.raises(ArgumentError, match="mpu=SimpleNamespace: model parallelism is not supported"):
+        SpeculativeStage3(None, adam, None, None, {}, mpu=SimpleNamespace())
     monkeypatch.setenv("SUPEROFFLOAD_DEVICE_TIMEOUT", "soon")
     with pytest.raises(ArgumentError, match="SUPEROFFLOAD_DEVICE_TIMEOUT='soon': expected a number"):
         SpeculativeStage3(None, None, None, None, {})

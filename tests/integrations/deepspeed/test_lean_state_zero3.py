@@ -1,65 +1,120 @@
-"""bf16 and 8-bit moments and split masters on ZeRO-3's partitions: any schedule, readers, writers, what is refused."""
+"""Leaner state on ZeRO-3's partitions, and ``"ratio"`` below 1, which leaves state on the accelerator: any schedule,
+readers, writers, what is refused.
+
+Here the accelerator is this processor, and its kernels are emulated; which sub-groups stay, DeepSpeed tells only where
+there is another one, so the tests tell.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from superoffload.errors import ArgumentError
+from superoffload.integrations.deepspeed import driver
+from superoffload.integrations.deepspeed.stage3 import optimizer as stage3
+from tests.support import emulated_kernels
 from tests.support.deepspeed.ranks import Ranks
-from tests.support.deepspeed.scenarios import FORMS, SCENARIOS
+from tests.support.deepspeed.scenarios import FORMS, SCENARIOS, WAYS, Scenario
 from tests.support.deepspeed.training import OURS, end, masters
+from tests.support.resident_link import ResidentHostLink
 
 pytestmark = pytest.mark.in_turn("lean state zero3")
 
-WAYS: dict[str, dict[str, Any]] = {
-    "speculating": {"speculation": "always"},
-    "waiting": {"speculation": "never"},
-    "later": {"speculation": "adaptive", "delivery": "on_demand"},
-}
+NONE: frozenset[int] = frozenset()
+SOME, ALL = frozenset({0, 2}), frozenset(range(100))
 
 
-def trained(name: str, form: str, way: str, **options: Any) -> dict[str, Any]:
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    emulated_kernels.library_path()  # built once, before ranks need it
+
+
+def small_groups(name: str) -> Scenario:
+    """Several sub-groups, so that some can stay and some not."""
     scenario = SCENARIOS[name]
-    engine = scenario.engine(OURS, {**FORMS[form], **WAYS[way], **options})
+    zero = {**scenario.config.get("zero", {}), "sub_group_size": 1000}
+    return replace(scenario, config={**scenario.config, "zero": zero})
+
+
+@contextmanager
+def staying(sub_groups: frozenset[int]) -> Iterator[list[ResidentHostLink]]:
+    made: list[ResidentHostLink] = []
+
+    def link(device: torch.device) -> ResidentHostLink:
+        made.append(ResidentHostLink())
+        return made[-1]
+
+    def chosen(devices: dict[int, str]) -> frozenset[int]:
+        return sub_groups & frozenset(devices)
+
+    with mock.patch.multiple(stage3, resident_sub_groups=chosen, accelerator_link=link):
+        yield made
+
+
+def trained(name: str, way: str, form: str, sub_groups: frozenset[int] = NONE) -> dict[str, Any]:
+    scenario = small_groups(name)
+    offload, options = WAYS[way]
+    with staying(sub_groups) as links:
+        engine = scenario.engine(offload, {**(options or {}), **FORMS[form], "rank_check": "full"})
     for partition in engine.optimizer.parts.driver.partitions.values():  # the noise counts elements of the whole
         assert partition.shard.offset == torch.distributed.get_rank() * partition.padded.numel()
     record = scenario.train(engine, range(6))
+    shards = engine.optimizer.parts.driver.engine.shards
     found = {
-        "record": repr(record),  # with NaN, which equals nothing
+        "record": repr({**record, "losses": []}),  # with NaN, which equals nothing
         "masters": masters(engine),
         "digests": engine.optimizer.state_digests(),
         "stats": engine.optimizer.stats(),
-        "numel": sum(shard.numel for shard in engine.optimizer.parts.driver.engine.shards),
+        "numel": sum(shard.numel for shard in shards),
         "flat": [flat.numel() for flat in engine.optimizer.fp32_partitioned_groups_flat],
+        "stepped": {shard for link in links for shard in link.residency.stepped},
+        "resident": {shard.name for shard in shards if shard.resident and shard.numel},
     }
     end(engine)
     return found
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
+    ("name", "form", "sub_groups", "way"),
     [
-        ("bf16, not finite", "8bit+split"),
-        ("accumulation", "bf16+split"),
-        ("two backwards", "split"),
+        ("clip sometimes", "fp32", SOME, "ours, later"),
+        ("fp16, dynamic scale", "fp32", SOME, "ours"),
+        ("accumulation in fp32", "8bit", SOME, "ours"),
+        ("accumulation", "bf16+split", SOME, "ours, later"),
+        ("two backwards", "split", SOME, "ours"),
+        ("persistent parameters", "bf16", SOME, "ours, later"),
+        ("bf16, not finite", "8bit+split", ALL, "ours"),
     ],
 )
-def test_schedules_agree_and_the_full_check_finds_nothing(name: str, form: str, two_ranks: Ranks) -> None:
-    runs = {way: two_ranks.run(trained, name, form, way, rank_check="full") for way in WAYS}
-    for waiting, *others in zip(runs["waiting"], runs["speculating"], runs["later"], strict=True):
-        for other in others:
-            assert other["digests"] == waiting["digests"]
-            assert other["record"] == waiting["record"]
-    assert all(found["stats"]["buckets_speculated"] > 0 for found in runs["speculating"])
+def test_any_schedule_and_any_place_have_the_same_bits(
+    name: str, form: str, sub_groups: frozenset[int], way: str, two_ranks: Ranks
+) -> None:
+    """And the full check of ranks finds nothing."""
+    waiting = two_ranks.run(trained, name, "ours, waiting", form)
+    on_host = two_ranks.run(trained, name, "ours, later" if way == "ours" else "ours", form)
+    mixed = two_ranks.run(trained, name, way, form, sub_groups)
+    for expected, other, found in zip(waiting, on_host, mixed, strict=True):
+        assert found["resident"], "nothing stayed, so nothing was tested"
+        assert found["stepped"] == found["resident"]
+        assert found["digests"] == other["digests"] == expected["digests"]
+        assert found["record"] == other["record"] == expected["record"]
+        assert found["stats"]["params_on_device"] > other["stats"]["params_on_device"] == 0
+        assert max(one["stats"]["buckets_speculated"] for one in (other, found)) > 0
 
 
 def test_split_masters_are_those_of_whole_ones_and_take_no_flat_buffer(two_ranks: Ranks) -> None:
-    whole = two_ranks.run(trained, "clip sometimes", "fp32", "speculating")
-    split = two_ranks.run(trained, "clip sometimes", "split", "speculating")
+    whole = two_ranks.run(trained, "clip sometimes", "ours", "fp32")
+    split = two_ranks.run(trained, "clip sometimes", "ours", "split")
     for one, other in zip(whole, split, strict=True):
         assert all(torch.equal(value, other["masters"][name]) for name, value in one["masters"].items())
         assert min(one["flat"]) > 0 == max(other["flat"])
@@ -120,3 +175,40 @@ def refused(engine: Any, param: Any) -> None:
 def test_helpers_read_and_write_every_form(two_ranks: Ranks) -> None:
     whole, split, _ = (two_ranks.run(read_and_written, form)[0] for form in ("fp32", "split", "8bit+split"))
     assert all(torch.equal(value, split[name]) for name, value in whole.items())
+
+
+# ---- "ratio" -------------------------------------------------------------------------------------------------------
+
+
+def saved_and_resumed(folder: str, first: frozenset[int], then: frozenset[int], form: str) -> None:
+    """A run that was saved on its way, and another one that continued from there."""
+    scenario = small_groups("clip sometimes")
+    found: list[Any] = []
+    for sub_groups in (first, then):
+        with staying(sub_groups):
+            engine = scenario.engine(OURS, {"speculation": "always", **FORMS[form]})
+        if not found:
+            scenario.train(engine, range(3))
+            engine.save_checkpoint(folder, tag="saved")
+        else:
+            scenario.train(engine, range(50, 52))
+            engine.load_checkpoint(folder, tag="saved")
+        scenario.train(engine, range(3, 6))
+        found.append(engine.optimizer.state_digests())
+        end(engine)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("first", "then", "form"), [(SOME, NONE, "8bit+split"), (NONE, SOME, "fp32")])
+def test_checkpoints_fit_any_ratio(
+    first: frozenset[int], then: frozenset[int], form: str, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    two_ranks.run(saved_and_resumed, str(tmp_path), first, then, form)
+
+
+def test_which_sub_groups_stay_and_what_is_refused() -> None:
+    assert driver.resident_sub_groups({0: "cuda", 1: "cuda", 2: "cpu"}) == {0, 1}
+    places: list[Any] = [SimpleNamespace(device=torch.device(where)) for where in ("cuda:0", "cpu")]
+    master, published = places
+    with pytest.raises(ArgumentError, match=r"offload_param.*sub-group 1.*set ratio to 1\.0"):
+        driver.check_resident({1: master}, {1: published})

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
-import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from superoffload.errors import StateError
 from tests.support.deepspeed.ranks import Ranks
-from tests.support.deepspeed.scenarios import WAYS, Scenario, distance
-from tests.support.deepspeed.training import Small, batch, config, end, make_engine, masters, plain, run_steps
+from tests.support.deepspeed.scenarios import CLIP_SOME, WAYS, Scenario, distance
+from tests.support.deepspeed.training import OURS, Small, batch, config, end, make_engine, masters, plain, run_steps
 from tests.support.optional_packages import needs
 
 STEPS = 6
@@ -24,27 +28,78 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(61, 32)
-        self.middle = nn.Linear(32, 32)
+        self.middle: nn.Module = nn.Linear(32, 32)
         self.head = nn.Linear(32, 61, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens)
-        x = x + torch.tanh(self.middle(x))
-        logits = self.head(x).float()
+        logits = self.head(x + torch.tanh(self.middle(x))).float()
         return nn.functional.cross_entropy(logits.view(-1, 61), targets.view(-1))
 
 
-def steps(engine: Any) -> None:
+class Experts(nn.Module):
+    """Uses one expert per forward pass; the others get no gradient there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        chosen: Tensor = self.experts[self.calls % 3](x)
+        return chosen
+
+
+class Reentrant(Small):
+    def forward(self, tokens: Tensor, targets: Tensor, use_extra: bool = True) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+        logits = self.head(x + self.extra(x)).float()
+        return nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+
+
+def leaf_modules(_: dict[str, Any]) -> nn.Module:
+    from deepspeed.utils import set_z3_leaf_modules
+
+    model = Tied()
+    model.middle = Experts()
+    set_z3_leaf_modules(model, [Experts])
+    return model
+
+
+def zero_init(configuration: dict[str, Any]) -> nn.Module:
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=configuration):
+        return Small()
+
+
+def lora(_: dict[str, Any]) -> nn.Module:
+    import peft
+
+    model: nn.Module = peft.get_peft_model(Small(), peft.LoraConfig(r=4, target_modules=["extra", "head"]))
+    return model
+
+
+def steps(engine: Any, way: str) -> None:
     run_steps(engine, range(STEPS))
 
 
-def autocast(engine: Any) -> None:
+def compiled(engine: Any, way: str) -> None:
+    if way != "stock":  # so that stock is eager mode too
+        engine.compile()
+    steps(engine, way)
+
+
+def autocast(engine: Any, way: str) -> None:
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        steps(engine)
+        steps(engine, way)
 
 
-def schedulers_and_hooks(engine: Any) -> None:
+def schedulers_and_hooks(engine: Any, way: str) -> None:
     """Schedulers of torch on the optimizer that the engine was given: the learning rate changes between backward and
     step. A hook on activations changes their gradients."""
     from tests.support.schedulers import SCHEDULERS
@@ -62,63 +117,127 @@ def schedulers_and_hooks(engine: Any) -> None:
         engine.step()
 
 
-def lora() -> nn.Module:
-    import peft
+CASES: dict[str, tuple[Any, Any, float, float]] = {  # model, loop, clipping, tolerance
+    "schedulers and hooks": (lambda _: Small(), schedulers_and_hooks, 0.0, 1e-4),
+    "autocast": (lambda _: Small(), autocast, 0.0, 5e-2),
+    "tied": (lambda _: Tied(), steps, 50.0, 1e-4),
+    "lora": (lora, steps, 0.0, 1e-4),
+    "reentrant checkpointing": (lambda _: Reentrant(), steps, 2.0, 1e-3),
+    "leaf modules": (leaf_modules, steps, 50.0, 1e-3),
+    "zero.Init": (zero_init, steps, 2.0, 1e-3),
+    "compile": (lambda _: Small(depth=1), compiled, 2.0, 1e-3),
+}
+MARKS: dict[str, Any] = {"lora": needs("peft"), "compile": pytest.mark.in_turn}
 
-    model: nn.Module = peft.get_peft_model(Small(), peft.LoraConfig(r=4, target_modules=["extra", "head"]))
-    return model
 
+def train(case: str, way: str) -> Any:
+    import superoffload.integrations.deepspeed as ours
 
-def train(make: Callable[[], nn.Module], use: Callable[[Any], None], clip: float, way: str) -> Any:
-    torch.manual_seed(1)
+    make, use, clip, _ = CASES[case]
     offload, options = WAYS[way]
-    engine = make_engine(config(offload, options=options, precision="fp32", clip=clip), make())
-    use(engine)
-    if way == "stock":
-        found = masters(engine), None, 0
-    else:
-        optimizer = engine.optimizer
-        found = masters(engine), optimizer.state_digests(), optimizer.stats()["buckets_speculated"]
+    configuration = config(offload, options=options, precision="fp32", clip=clip)
+    torch.manual_seed(1)
+    ours.enable()  # before zero.Init, which reads the config too
+    engine = make_engine(configuration, make(configuration))
+    use(engine, way)
+    ours_only = () if way == "stock" else (engine.optimizer.state_digests(), engine.optimizer.stats())
+    found = masters(engine), *ours_only
     end(engine)
     return found
 
 
-CASES: list[Any] = [
-    pytest.param(Small, schedulers_and_hooks, 0.0, 1e-4, id="schedulers and hooks"),
-    pytest.param(Small, autocast, 0.0, 5e-2, id="autocast"),
-    pytest.param(Tied, steps, 50.0, 1e-4, id="tied"),
-    pytest.param(lora, steps, 0.0, 1e-4, id="lora", marks=needs("peft")),
-]
+@pytest.mark.parametrize("case", [pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])
+def test_as_stock(case: str, two_ranks: Ranks) -> None:
+    ways = ("stock", "match", "match, waiting")
+    stock, always, never = (two_ranks.run(train, case, way, timeout=200) for way in ways)
+    for (expected,), (found, digests, stats), (_, waited, _) in zip(stock, always, never, strict=True):
+        assert digests == waited and stats["buckets_speculated"] > 0
+        assert distance(expected, found) < CASES[case][3]  # a wrong step is off by a tenth and more
 
 
-@pytest.mark.parametrize(("make", "use", "clip", "tolerance"), CASES)
-def test_as_stock(make: Any, use: Any, clip: float, tolerance: float, two_ranks: Ranks) -> None:
-    stock, always, never = (two_ranks.run(train, make, use, clip, way) for way in ("stock", "match", "match, waiting"))
-    for (expected, *_), (found, digests, speculated), (_, waited, _) in zip(stock, always, never, strict=True):
-        assert digests == waited and speculated > 0
-        assert distance(expected, found) < tolerance  # a wrong step is off by a tenth and more
+def _engine(seed: int = 1, clip: float = 0.0, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    return make_engine(config(options=options, clip=clip), Small())
 
 
-def warnings_of_a_scheduler(way: str) -> tuple[list[str], list[float]]:
-    """One of torch's, called by DeepSpeed; it warns where no loop has called the optimizer's ``step()``."""
-    torch.manual_seed(1)
-    offload, options = WAYS[way]
-    configuration, model = config(offload, options=options), Small()
-    del configuration["optimizer"]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
-    engine = make_engine(configuration, model, optimizer=optimizer, lr_scheduler=scheduler)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        record = run_steps(engine, range(2))
+def two_engines() -> None:
+    """Actor and critic, their steps interleaved, and each alone."""
+    kinds = ((1, 2.0), (2, 0.0))
+    options = {"speculation": "always", "delivery": "on_demand"}
+    engines = [_engine(seed, clip, **options) for seed, clip in kinds]
+    for step in range(4):
+        losses = [engine(*batch(step)) for engine in engines]
+        for engine, loss in zip(engines, losses, strict=True):
+            engine.backward(loss)
+        for engine in reversed(engines):
+            engine.step()
+    together = [engine.optimizer.state_digests() for engine in engines]
+    for engine in engines:
+        end(engine)
+    for (seed, clip), expected in zip(kinds, together, strict=True):
+        engine = _engine(seed, clip, **options)
+        run_steps(engine, range(4))
+        assert engine.optimizer.state_digests() == expected
+        end(engine)
+
+
+def left_behind() -> None:
+    """No fp32 gradient, as stock makes; nothing of an engine that was destroyed, whose hooks DeepSpeed keeps."""
+    engine = _engine(clip=1.0, speculation="always")
+    optimizer = engine.optimizer
+
+    def look(*_: Any) -> None:
+        assert all(flat.grad is None for flat in optimizer.fp32_partitioned_groups_flat)
+
+    run_steps(engine, range(2), before_step=look)
+    master = optimizer.fp32_partitioned_groups_flat[0]
+    state = optimizer.optimizer.state[master]
+    held = [optimizer.grad_partitions_flat_buffer, master, state["exp_avg"], state["exp_avg_sq"]]
+    held += [bucket.shadow for bucket in optimizer.parts.driver.engine.buckets]
+    known = [weakref.ref(tensor) for tensor in held]
+    assert len(known) > 5
+    del master, state, held
+    optimizer.close()  # twice does no harm
     end(engine)
-    return [str(one.message) for one in caught if "lr_scheduler" in str(one.message)], [lr for (lr,) in record["lrs"]]
+    gc.collect()
+    assert [number for number, tensor in enumerate(known) if tensor() is not None] == []
+    assert all(param.ds_tensor.numel() for param in engine.module.parameters())
+    with pytest.raises(StateError, match="was destroyed"):
+        optimizer.stats()
 
 
-def test_a_scheduler_does_not_warn(two_ranks: Ranks) -> None:
-    for warned, rates in two_ranks.run(warnings_of_a_scheduler, "ours"):
-        assert not warned
-        assert rates == pytest.approx([1e-2 / 2, 1e-2 / 3])
+def train_with_late_gradients(late: bool) -> dict[str, str]:
+    """Where gradients are still being copied when those of the next backward come."""
+    from deepspeed.accelerator import get_accelerator
+
+    scenario = Scenario({"clip": CLIP_SOME}, micros=2, one_step_call=True)
+    calls: Counter[int] = Counter()
+    accelerator = mock.Mock(wraps=get_accelerator())  # only ours sees it
+    accelerator.is_synchronized_device.return_value = not late
+    accelerator.Event.side_effect = lambda: mock.Mock(query=lambda: False)
+    with (
+        mock.patch("superoffload.integrations.deepspeed.stage3.gradients.get_accelerator", lambda: accelerator),
+        mock.patch.object(Tensor, "record_stream", lambda tensor, stream: None),
+    ):
+        engine = scenario.engine(OURS, {"speculation": "always"})
+        driver = engine.optimizer.parts.driver
+        final = driver.final
+
+        def counted(partition: Any, **kwargs: Any) -> None:
+            calls[partition.key] += 1
+            final(partition, **kwargs)
+
+        driver.final = counted
+        with mock.patch.object(engine.optimizer, "reduce_and_partition_stream", mock.Mock()):
+            scenario.train(engine, range(3))
+            digests: dict[str, str] = engine.optimizer.state_digests()
+    end(engine)
+    assert not late or set(calls.values()) == {3}, "a gradient was handed over while the next one was being copied"
+    return digests
+
+
+def test_only_the_last_gradient_is_final(two_ranks: Ranks) -> None:
+    assert two_ranks.run(train_with_late_gradients, True) == two_ranks.run(train_with_late_gradients, False)
 
 
 def frozen_for_a_while(way: str) -> dict[str, str]:
@@ -162,10 +281,6 @@ def converted() -> None:
     assert len(even) > 3 and all(torch.equal(found[name], values[name]) for name in even)
     run_steps(engine, range(2))
     end(engine)
-
-
-def test_one_dtype_and_masters_of_float32(two_ranks: Ranks) -> None:
-    two_ranks.run(converted)
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------
@@ -239,8 +354,9 @@ def refused() -> None:
     end(engine)
 
 
-def test_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(refused)
+@pytest.mark.parametrize("case", [two_engines, left_behind, converted, refused], ids=lambda case: case.__name__)
+def test_what_each_rank_checks(case: Callable[[], None], two_ranks: Ranks) -> None:
+    two_ranks.run(case)
 
 
 class Odd(Small):

@@ -148,11 +148,7 @@ def with_main_grads(fake: Fake, *, edited: bool, host: bool = False) -> tuple[di
         parameter.main_grad = torch.zeros(parameter.shape)
         parameter.register_post_accumulate_grad_hook(add_to_main_grad)
     options: dict[str, Any] = {"speculation": "always", "threads": 2, "bucket_numel": 4096}
-    with (
-        on_host() if host else on_fake_device(fake),
-        taken_back() as again,
-        AdamW(parameters, **options) as optimizer,
-    ):
+    with on_host() if host else on_fake_device(fake), taken_back() as again, AdamW(parameters, **options) as optimizer:
         batch(model, 0).backward()
         fake.synchronize()
         if edited:

@@ -1,9 +1,11 @@
-"""Memory of the device for parameters on their way up: where it comes from, how much it is, when it goes again."""
+"""Memory of the device: blocks for parameters on their way up, freed gradients that graphs write again."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
+from superoffload.host.memory import is_out_of_memory
+from superoffload.links.cuda.device import TorchDevice
 from superoffload.optimizer.master_updates import MasterUpdates
 from tests.support.adamw_training import batch, grads_of, train
 from tests.support.fake_cuda import Fake, LateLink, on_fake_device
@@ -157,25 +161,6 @@ def test_a_block_goes_behind_the_copy_down(fake: Fake, waits: bool) -> None:
         assert len(came) > 10 and all(came) == waits
 
 
-def digests_with(fake: Fake, at_step: Callable[[int, LateLink, AdamW], None], **options: Any) -> dict[str, str]:
-    def program(model: nn.Module, optimizer: AdamW) -> None:
-        link: Any = optimizer._engine.link
-        for seed in range(6):
-            optimizer.zero_grad()
-            batch(model, seed).backward()
-            at_step(seed, link, optimizer)
-            optimizer.step()
-
-    found = run(program, make=deep_model, fake=fake, **options)
-    assert fake.mismatches == 0
-    return found.digests
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str, str]:
-    return run(train, make=deep_model).digests
-
-
 def counted(fake: Fake, lengths: list[float], room: float) -> list[int]:
     """Bytes of blocks per step, on a device whose memory ends ``room`` above what is always there: it is never full.
     ``lengths``: of each step, what forward leaves; in units of all gradients, as ``room`` is."""
@@ -208,35 +193,32 @@ def test_steps_that_become_larger_find_memory(fake: Fake) -> None:
     assert plenty[1] == used[1] >= used[2] >= used[3] > used[4] == used[5] > 0
 
 
-def test_memory_that_is_refused_is_done_without(fake: Fake, expected: dict[str, str]) -> None:
+def test_memory_that_is_refused_is_done_without(fake: Fake) -> None:
     used: list[int] = []
     allocations = 0
 
-    def look(seed: int, link: LateLink, optimizer: AdamW) -> None:
-        device: Any = link.fake_device
-        if seed == 1:
-            real: Callable[[int], Tensor] = device.empty
+    def program(model: nn.Module, optimizer: AdamW) -> None:
+        device: Any = getattr(optimizer._engine.link, "fake_device", None)
+        for seed in range(6):
+            optimizer.zero_grad()
+            batch(model, seed).backward()
+            if device is not None:
+                used.append(blocks_of(optimizer))
+                if seed == 1:
+                    device.empty = partial(empty, device.empty)  # a full device
+            optimizer.step()
 
-            def empty(nbytes: int) -> Tensor:
-                nonlocal allocations
-                allocations += 1
-                if allocations == 4:
-                    raise out_of_memory()
-                return real(nbytes)
-
-            device.empty = empty  # a full device
-        used.append(blocks_of(optimizer))
+    def empty(real: Callable[[int], Tensor], nbytes: int) -> Tensor:
+        nonlocal allocations
+        allocations += 1
+        if allocations == 4:
+            raise out_of_memory()
+        return real(nbytes)
 
     fake.delays(2, LATE)
-    assert digests_with(fake, look) == expected
-    assert allocations == 4, "asked no more"
+    assert run(program, make=deep_model, fake=fake).digests == run(program, make=deep_model).digests
+    assert fake.mismatches == 0 and allocations == 4, "asked no more"
     assert used[1] > used[2] > 0 and not any(used[3:])
-
-
-def test_gradients_that_are_kept_leave_no_room(fake: Fake, expected: dict[str, str]) -> None:
-    used: list[int] = []
-    assert digests_with(fake, lambda *now: used.append(blocks_of(now[2])), keep_grads=True) == expected
-    assert not any(used)
 
 
 def test_an_error_that_is_not_about_memory_is_told(fake: Fake) -> None:
@@ -248,3 +230,79 @@ def test_an_error_that_is_not_about_memory_is_told(fake: Fake) -> None:
             pytest.raises(RuntimeError, match=r"packing .*launch failed"),
         ):
             batch(model, 2).backward()
+
+
+# ---- memory that CUDA graphs write again, and what torch says of memory ----------------------------------------------
+
+
+GRAPH_TREES = "torch._inductor.cudagraph_trees"
+
+
+def replayed(fake: Fake, seed: int, *, waits: bool = True) -> dict[str, str]:
+    """Each gradient's memory is written again on the current stream as soon as it was packed."""
+
+    def program(model: nn.Module, optimizer: AdamW) -> None:
+        link: Any = optimizer._engine.link
+        link.fake_device.reusing = True
+        if not waits:
+            fake.drop_waits(link.roles["current"], link.roles["pack"])
+        fake.delays(seed, LATE)
+        train(model, optimizer, range(4))
+        fake.synchronize()
+        assert link.fake_device.ahead == [link.roles["pack"]], "the pack stream goes ahead of backward"
+        assert not link.fake_device.released, "record_stream would keep the graphs' pool from its checkpoints"
+
+    return run(program, make=deep_model, fake=fake).digests
+
+
+def test_gradients_that_graphs_write_again_are_read_first(fake: Fake) -> None:
+    expected = run(partial(train, seeds=range(4)), make=deep_model).digests
+    assert all(replayed(fake, seed) == expected for seed in range(2))
+    assert any(replayed(fake, seed, waits=False) != expected for seed in range(6))
+
+
+# ---- what torch is asked --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> TorchDevice:
+    """TorchDevice without a GPU; tests say what torch answers."""
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.delitem(sys.modules, GRAPH_TREES, raising=False)
+    return TorchDevice(torch.device("cuda", 1))
+
+
+def test_graph_trees_of_the_device_write_gradients_again(device: TorchDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not device.reuses_unasked(), "nothing was compiled"
+    managers: dict[int, object] = {0: object()}
+
+    def get_manager(ordinal: int, create_if_none_exists: bool) -> object | None:
+        assert not create_if_none_exists
+        return managers.get(ordinal)
+
+    monkeypatch.setitem(sys.modules, GRAPH_TREES, SimpleNamespace(get_manager=get_manager))
+    assert not device.reuses_unasked(), "those of another device"
+    managers[1] = object()
+    assert device.reuses_unasked()
+    monkeypatch.setitem(sys.modules, GRAPH_TREES, SimpleNamespace())
+    assert device.reuses_unasked(), "a version whose trees we cannot ask"
+    asserting = mock.Mock(side_effect=AssertionError)
+    monkeypatch.setitem(sys.modules, GRAPH_TREES, SimpleNamespace(get_manager=asserting))
+    assert not device.reuses_unasked(), "torch's own answer in a thread without trees, before 2.13"
+    from torch._inductor import cudagraph_trees
+
+    monkeypatch.setitem(sys.modules, GRAPH_TREES, cudagraph_trees)
+    assert not device.reuses_unasked(), "this torch still answers"
+    for backend, unasked in (("cudaMallocAsync", False), ("pluggable", True)):
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda backend=backend: backend)
+        assert TorchDevice(torch.device("cuda", 0)).reuses_unasked() is unasked, backend
+
+
+def test_out_of_memory_is_told_in_several_ways() -> None:
+    assert is_out_of_memory(out_of_memory())
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    later: Any = getattr(torch, "AcceleratorError", None)  # since torch 2.8 what a later call of the runtime raises
+    if later is not None:
+        assert is_out_of_memory(later("CUDA error: out of memory\nCompile with ..."))
+        assert not is_out_of_memory(later("CUDA error: an illegal memory access was encountered"))

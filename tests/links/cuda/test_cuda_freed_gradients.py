@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -19,7 +18,7 @@ from superoffload.errors import ArgumentError, DeviceError, StateError
 from superoffload.optimizer.placeholder import GradientPlaceholder, packed_in
 from tests.support.adamw_training import batch, grads_of, model_of, train
 from tests.support.fake_cuda import Fake
-from tests.support.fake_cuda_training import LATE, NEEDED_AGAIN, run, seen, taken_back, training
+from tests.support.fake_cuda_training import LATE, NEEDED_AGAIN, run, seen, taken_back, training, wide_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:superoffload. .* needed again")
 
@@ -175,40 +174,19 @@ def test_reading_before_and_after_step(fake: Fake) -> None:
     assert not taken
 
 
-def test_what_was_added_or_set_to_zero_takes_no_memory(fake: Fake) -> None:
-    def freed(model: nn.Module) -> list[bool]:
-        return [packed is not None and packed.in_memory is None for packed in map(packed_in, grads_of(model))]
-
-    def program(model: nn.Module, optimizer: AdamW) -> None:
-        batch(model, 0).backward()
-        batch(model, 1).backward()
-        assert freed(model) == [True] * 6
-        train(model, optimizer, range(2))
-        optimizer.zero_grad(set_to_none=False)
-        assert freed(model) == [True] * 6
-
-    run(program, fake=fake)
-
-
 @pytest.mark.parametrize("link", [{}, {"image": b""}], ids=["kernels", "copies"])
 def test_elements_that_are_swapped(fake: Fake, link: dict[str, Any]) -> None:
-    """The kernel's sums show it, so nothing is compared a second time. Without kernels the version shows it."""
-
-    def made(dtype: torch.dtype) -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(16, 256), nn.Linear(256, 4)).to(dtype)
-
-    def swap(model: nn.Module) -> None:
-        flat = grads_of(model)[0].view(-1)
-        flat[:4] = flat[[2, 3, 0, 1]]
+    """The kernel's sums show it; without kernels the version does."""
 
     def program(model: nn.Module, optimizer: AdamW) -> Any:
-        return steps(model, optimizer, lambda: swap(model))
+        def swap() -> None:
+            flat = grads_of(model)[0].view(-1)
+            flat[:4] = flat[[2, 3, 0, 1]]
 
-    expected = run(program, torch.float32, made)
-    assert expected.bits != run(steps, torch.float32, made).bits
-    read_again = mock.patch("superoffload.engine.inbox.same_bits", side_effect=AssertionError("read again"))
-    with taken_back() as taken, nullcontext() if link else read_again:
-        found = run(program, torch.float32, made, fake=fake, link=link, bucket_numel=8192)
-    assert found.bits == expected.bits
+        return steps(model, optimizer, swap)
+
+    expected = run(program, torch.float32, wide_model)
+    assert expected.bits != run(steps, torch.float32, wide_model).bits
+    with taken_back() as taken:
+        assert run(program, torch.float32, wide_model, fake=fake, link=link, bucket_numel=8192).bits == expected.bits
     assert len(taken) == 3, "one in each of three steps"

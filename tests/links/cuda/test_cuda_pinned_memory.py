@@ -50,10 +50,7 @@ def test_pinned_memory_refused(fake: Fake) -> None:
         fake.synchronize()
         assert optimizer.state_digests() == host_digests(range(5))
     fake.registrable(4096)
-    with (
-        pytest.warns(RuntimeWarning, match=r"refused to pin .*memlock"),
-        training(fake) as (model, optimizer),
-    ):
+    with pytest.warns(RuntimeWarning, match=r"refused to pin .*memlock"), training(fake) as (model, optimizer):
         assert optimizer.stats()["pinned_bytes"] == 4096, "the flag"
         fake.delays(1, 1000)
         train(model, optimizer, range(2, 5))

@@ -109,11 +109,7 @@ def test_without_kernels_it_is_refused() -> None:
         placer_for(0.5, HostLink(), elsewhere)
 
 
-@pytest.mark.parametrize(
-    ("norm", "options"),
-    [(None, {"placement": HALF}), (0.05, {"master_dtype": "split"})],
-    ids=str,
-)
+@pytest.mark.parametrize(("norm", "options"), [(None, {"placement": HALF}), (0.05, {"master_dtype": "split"})], ids=str)
 def test_a_loop_that_sleeps_has_the_bits_of_the_host(fake: Fake, norm: float | None, options: dict[str, Any]) -> None:
     masters = {key: value for key, value in options.items() if key != "placement"}
     expected = host_digests(range(6), max_grad_norm=norm, **masters)

@@ -20,10 +20,7 @@ from tests.support.meshes import LAYOUTS, laid_out, loss_of, options_of, rows
 from tests.support.rank_processes import error_of, flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
 
 Outcome = tuple[Any, dict[str, str], int]  # what was read, digests, how often one was told that gradients came back
-HOW = {
-    "fully_shard": ("plain", "zeroed", "clipped", "edited", "read", "again"),
-    "tp2 sp": ("plain", "clipped", "read"),
-}
+HOW = {"fully_shard": ("plain", "zeroed", "clipped", "edited", "read", "again"), "tp2 sp": ("plain", "clipped", "read")}
 
 
 @pytest.fixture(autouse=True)

@@ -17,16 +17,7 @@ from superoffload.engine.placement import Placer
 from tests.support.adamw_training import batch, train, weights
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
 from tests.support.fake_cuda_training import training
-from tests.support.split_masters import (
-    SPLIT,
-    TIES,
-    masters_of,
-    same_bits,
-    same_states,
-    shard_of,
-    state_of,
-    tied,
-)
+from tests.support.split_masters import SPLIT, TIES, masters_of, same_bits, same_states, shard_of, state_of, tied
 
 
 class Shuffled(nn.Module):

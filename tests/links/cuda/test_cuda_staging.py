@@ -102,10 +102,7 @@ class Watched(LateLink):
             fake.read(fake.current, *random.choice(list(self.old.values())))
 
 
-@pytest.mark.parametrize(
-    ("seed", "master", "delivery"),
-    [(0, "fp32", "eager"), (1, "split", "on_demand")],
-)
+@pytest.mark.parametrize(("seed", "master", "delivery"), [(0, "fp32", "eager"), (1, "split", "on_demand")])
 def test_what_was_sent_early_is_not_seen_before_the_commit(fake: Fake, seed: int, master: str, delivery: str) -> None:
     fates = ["commit", "commit", *random.Random(seed).sample(FATES, len(FATES)), "commit"]
     settings: dict[str, Any] = {"speculation": "always", "max_grad_norm": 1.0, "delivery": delivery}
