@@ -332,3 +332,25 @@ def as_before(case: str) -> None:
 )
 def test_what_keeps_an_optimizer_as_it_is(case: str) -> None:
     on_ranks(2, as_before, case)
+
+
+def by_trainer(folder: str) -> list[Any]:
+    from tests.support.hugging_face import end, logs_of, model_of, trainer_of
+
+    runs = []
+    for number, ours in enumerate(["always", "never", None]):
+        with accelerator_of():
+            options = {"max_steps": 4, "gradient_accumulation_steps": 2}
+            trainer = trainer_of(Path(folder) / str(number), model_of(), ours, "all", **options)
+            trainer.train()
+            runs.append((logs_of(trainer), end(trainer) if ours else None))
+    return runs
+
+
+@needs("transformers", "accelerate")
+def test_trainer(tmp_path: Path) -> None:
+    first, second = on_ranks(2, by_trainer, str(tmp_path))
+    (ours, state), (_, never), (theirs, _) = first
+    assert state == never == second[0][1]
+    assert [entry["loss"] for entry in ours] == pytest.approx([entry["loss"] for entry in theirs], rel=2e-3)
+    assert [entry["superoffload/step_speculated_share"] for entry in ours] == [0, 1, 1, 1]

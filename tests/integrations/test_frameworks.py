@@ -216,6 +216,20 @@ def test_lightning(automatic: bool, precision: Any, tmp_path: Path) -> None:
     compare(train)
 
 
+def test_lightning_checkpoint(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
+    keep = lightning.callbacks.ModelCheckpoint(str(tmp_path), "{step}", every_n_train_steps=4, save_top_k=-1)
+    digests = []
+    for options in ({"callbacks": [keep], "enable_checkpointing": True}, {}):
+        module = lightning_module(lightning, MAKERS["always"], automatic=True)
+        trainer = lightning_trainer(lightning, tmp_path, **options)
+        trainer.fit(module, SEEDS, ckpt_path=None if options else str(tmp_path / "step=4.ckpt"))
+        assert module.made.stats()["steps"] == (8 if options else 4)
+        digests.append(module.made.state_digests())
+        module.made.close()
+    assert digests[0] == digests[1]
+
+
 @pytest.mark.over_stand_in
 def test_lora(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
