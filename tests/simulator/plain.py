@@ -73,14 +73,7 @@ class PlainShard:
     def step(self, hyper: GroupHyper, factor: float) -> None:
         self.steps += 1
         self._work.freeze(
-            hyper.lr,
-            hyper.beta1,
-            hyper.beta2,
-            hyper.eps,
-            hyper.weight_decay,
-            factor,
-            hyper.l2,
-            [self.steps],
+            hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, factor, hyper.l2, [self.steps]
         )
         self._work.run_all(_native.Operation.step)
 

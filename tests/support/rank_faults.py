@@ -153,10 +153,7 @@ def train_until_error(fault: str, step: int, rank: int, replicas: bool, check: A
             model.set_reshard_after_backward(False)
         model.loss(tokens_of(number, dist.get_rank())).backward()
 
-    with (
-        optimizer_of(model, max_grad_norm=0.5, rank_check=check) as optimizer,
-        FAULTS[fault](optimizer, step, rank),
-    ):
+    with optimizer_of(model, max_grad_norm=0.5, rank_check=check) as optimizer, FAULTS[fault](optimizer, step, rank):
         return first_error(optimizer, backward, steps)
 
 
