@@ -63,7 +63,7 @@ _OUR_SOURCES = (
 )  # fmt: skip
 _OF_TESTS = (
     "convergence/engines convergence/local_ranks convergence/meshes convergence/mixture convergence/setup "
-    "convergence/tensor_parallel support/checkout support/device_battery support/guarded_arrays support/kernel_battery "
+    "support/checkout support/device_battery support/guarded_arrays support/kernel_battery "
     "support/kernel_inputs support/numpy_kernels support/rank_processes conftest"
 )
 _TEST_SOURCES = (

@@ -52,13 +52,8 @@ class Fused(torch.autograd.Function):
 
 def precise_loss(model: nn.Module, seed: int) -> Tensor:
     """Of a random batch."""
-    generator = torch.Generator().manual_seed(seed)
-    dtype = next(model.parameters()).dtype
-    x = torch.randn(8, 16, generator=generator).to(dtype)
-    y = torch.randn(8, 4, generator=generator).to(dtype)
     ways = {name: getattr(param, "way", Precise).apply(param) for name, param in model.named_parameters()}
-    loss: Tensor = (torch.func.functional_call(model, ways, (x,)) - y).square().mean()
-    return loss
+    return batch(model, seed, call=lambda x: torch.func.functional_call(model, ways, (x,)))
 
 
 def parameters_of(model: nn.Module) -> list[Any]:

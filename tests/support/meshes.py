@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from superoffload import AdamW
+from tests.convergence.engines import put_nan
 from tests.support.rank_processes import mesh_of, tokens_of
 
 VOCABULARY, WIDTH, HIDDEN, EXPERTS = 29, 12, 24, 6  # torch itself needs an even hidden size
@@ -233,7 +234,7 @@ def run(
         optimizer.max_grad_norm = 50.0
         backward(step)
         if step == 3:
-            poison(poisoned)
+            put_nan(poisoned)
         else:
             in_double.append(norm())
         if step == 2:  # as late as this every bucket is speculated
@@ -243,12 +244,3 @@ def run(
             norms.append(optimizer.grad_norm)
     masters = {name: whole(optimizer.state[param]["master"]) for name, param in named}
     return Trained(norms, in_double, optimizer.state_digests(), masters, optimizer.stats())
-
-
-def poison(params: Iterable[nn.Parameter]) -> None:
-    """Puts a NaN into the first of these gradients that this rank has a part of."""
-    for param in params:
-        local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-        if local is not None and local.numel():
-            local.view(-1)[0] = math.nan
-            return

@@ -74,12 +74,14 @@ class Span:
         self._width = 0
         self._publishing = 2 if self._split else 1  # whose journal has room for the old upper halves
 
-    def _run(self, operation: _native.Operation, hyper: Hyper | None, width: int) -> bool:
-        work = self._works[width]
+    def _run(self, operation: _native.Operation, hyper: Hyper | None, width: int | None = None) -> bool:
+        """``width``: None stands for that of the journaled step."""
+        assert width or self._width, "no journaled step"
+        work = self._works[width or self._width]
         if hyper is not None:
             frozen = dict(vars(hyper))
             work.freeze(steps=[frozen.pop("step")], **frozen)
-        return bool(work.run_all(operation, width))
+        return bool(work.run_all(operation, width or self._width))
 
     def step(self, hyper: Hyper) -> None:
         """Steps master, moments and shadow. The journal of the step before can no longer be undone."""
@@ -88,21 +90,19 @@ class Span:
 
     def step_journaled(self, hyper: Hyper, width: int = 1) -> bool:
         """Steps with a journal of ``width`` bytes per code. False: the escapes do not fit, and nothing changed."""
-        self._width = 0
-        if self._run(_native.Operation.step_journaled, hyper, width):
-            self._width = width
+        self._width = width if self._run(_native.Operation.step_journaled, hyper, width) else 0
         return self._width != 0
 
     def undo(self) -> None:
         """Restores master and moments to their bits before the last journaled step. The shadow stays as it is, unless
         the master is split.
         """
-        self._run(_native.Operation.undo, None, self._journaled_width())
+        self._run(_native.Operation.undo, None)
         self._width = 0
 
     def replay(self, hyper: Hyper) -> None:
         """Undoes the last journaled step and steps with ``hyper`` in one pass over memory."""
-        self._run(_native.Operation.replay, hyper, self._journaled_width())
+        self._run(_native.Operation.replay, hyper)
         self._width = 0
 
     def publish(self, hyper: Hyper) -> None:
@@ -120,17 +120,13 @@ class Span:
     @property
     def journal_bytes(self) -> int:
         """Counts the bytes that the last journaled step used: codes, escapes and block table."""
-        return int(self._works[self._journaled_width()].journal_use().bytes)
+        return int(self._works[self._width].journal_use().bytes)
 
     @property
     def escapes(self) -> tuple[int, int, int]:
         """Counts the words of exp_avg, exp_avg_sq and master that the last journaled step kept whole."""
-        first, second, master = self._works[self._journaled_width()].journal_use().escapes
+        first, second, master = self._works[self._width].journal_use().escapes
         return int(first), int(second), int(master)
-
-    def _journaled_width(self) -> int:
-        assert self._width, "no journaled step"
-        return self._width
 
 
 def sum_of_squares(gradient: Array, out: Array | None = None) -> NDArray[np.float64]:

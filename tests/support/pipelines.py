@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from superoffload import AdamW
-from tests.convergence.tensor_parallel import parallelize
+from tests.convergence.meshes import mesh_of, parallelize
 from tests.support.meshes import LAYOUTS, VOCABULARY, WIDTH, Model, Trained, options_of, run, whole, whole_model
-from tests.support.rank_processes import mesh_of, tokens_of
+from tests.support.rank_processes import tokens_of
 
 # Stages x what each stage's two ranks do.
 WAYS = {"pp2": 2, "pp2 tied": 2, "pp2 x fsdp2": 4, "pp2 x tp2": 4, "pp2 x fsdp2 tied": 4}

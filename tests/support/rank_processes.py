@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -11,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from superoffload import AdamW
 from tests.convergence.local_ranks import LocalRanks
-from tests.convergence.tensor_parallel import parallelize
+from tests.convergence.meshes import mesh_of as mesh_of
+from tests.convergence.meshes import parallelize
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _pools: dict[int, LocalRanks] = {}
@@ -222,17 +222,6 @@ def whole(value: Any) -> Tensor:
 def wholes_of(model: nn.Module) -> list[Tensor]:
     """Copies of all parameters, gathered."""
     return [whole(param) for param in model.parameters()]
-
-
-_meshes: weakref.WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = weakref.WeakKeyDictionary()
-
-
-def mesh_of(*sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """A mesh, made once per process group: each makes groups whose threads poll as long as the process lives."""
-    known = _meshes.setdefault(dist.group.WORLD, {})
-    if (sizes, names) not in known:
-        known[sizes, names] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    return known[sizes, names]
 
 
 def flat_mesh() -> DeviceMesh:
