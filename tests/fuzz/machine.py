@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz import backward, changes, steps, storage
+from tests.fuzz import changes, storage, training
 from tests.fuzz.forced import forced
 from tests.fuzz.program import Op, Program
 from tests.fuzz.world import Seen, World
@@ -16,7 +16,7 @@ from tests.support.callers_modes import MODES
 
 OPERATIONS: dict[str, Callable[[World, Op], None]] = {
     name: operation
-    for module in (backward, changes, steps, storage)
+    for module in (training, changes, storage)
     for name, operation in vars(module).items()
     if getattr(operation, "__module__", "") == module.__name__ and not name.startswith("_")
 }

@@ -28,7 +28,6 @@ from superoffload.links.cuda.link import CudaLink, CudaOptions
 from superoffload.links.host import HostLink
 from tests.support.checkout import compiled
 from tests.support.emulated_kernels import library_path
-from tests.support.fake_memory import Memory
 
 _SOURCES = [f"csrc/tests/fake_{name}.cpp" for name in ("cuda", "device", "kernels", "controls")]
 _HEADERS = [
@@ -132,6 +131,55 @@ class Fake:
     @property
     def mismatches(self) -> int:
         return int(self._functions.fake_cuda_mismatches())
+
+
+class Memory:
+    """What an allocator counts: bytes that are in use, in its units, and the most of them at a time."""
+
+    def __init__(self) -> None:
+        self.active = 0
+        self.peak = 0
+        self.prompt = False  # what was released to another stream is free at once, and not at the end of the step
+        self._late: list[int] = []
+        self._gradients: dict[int, list[int]] = {}  # address -> bytes that are needed, bytes in all
+
+    def take(self, nbytes: int) -> None:
+        self.active += allocated(nbytes)
+        self.peak = max(self.peak, self.active)
+
+    def give(self, nbytes: int) -> None:
+        self.active -= allocated(nbytes)
+
+    def take_gradient(self, gradient: Tensor) -> None:
+        """What is added to one that is there already takes nothing."""
+        if gradient.data_ptr() in self._gradients:
+            return
+        nbytes = gradient.numel() * gradient.element_size()
+        self._gradients[gradient.data_ptr()] = [nbytes, nbytes]
+        self.take(nbytes)
+
+    def free_of_gradient(self, gradient: int, nbytes: int, *, later: bool) -> None:
+        """A part of it; the last one frees the whole. ``later``: at a time that the program does not know."""
+        left = self._gradients.get(gradient)
+        if left is None:
+            return
+        left[0] -= nbytes
+        if left[0] == 0:
+            del self._gradients[gradient]
+            if later and not self.prompt:
+                self._late.append(left[1])
+            else:
+                self.give(left[1])
+
+    def step_ended(self) -> None:
+        for nbytes in self._late:
+            self.give(nbytes)
+        self._late.clear()
+
+
+def allocated(nbytes: int) -> int:
+    """What torch's allocator makes of it."""
+    return -(-nbytes // 512) * 512
 
 
 class FakeDevice:
@@ -253,16 +301,11 @@ class LateLink(CudaLink):
         kept = not self.frees_gradients or any(piece.shard.keeps_gradient for piece in bucket.pieces)
         if kept:
             fake.synchronize()  # we read them here, perhaps for the second time, as no program would
-        freed = self.frees_gradients
-        parts = [  # a gradient may span buckets
-            (
-                grad,
-                grad.detach().view(-1)[piece.start : piece.start + piece.numel],
-                not freed or piece.shard.keeps_gradient,
-            )
-            for piece, grad in zip(bucket.pieces, grads, strict=True)
-            if grad is not None
-        ]
+        parts = []  # a gradient may span buckets
+        for piece, grad in zip(bucket.pieces, grads, strict=True):
+            if grad is not None:
+                part = grad.detach().view(-1)[piece.start : piece.start + piece.numel]
+                parts.append((grad, part, not self.frees_gradients or piece.shard.keeps_gradient))
         late = []
         for grad, part, theirs in parts:
             late.append((part, part.clone(), theirs))

@@ -65,14 +65,15 @@ def as_it_is(_: nn.Module) -> None:
     """The model as it is."""
 
 
-def declared(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.grad_dtype = torch.float32
+def _declares(dtype: torch.dtype | None) -> Source:
+    def declare(model: nn.Module) -> None:
+        for param in parameters_of(model):
+            param.grad_dtype = dtype
+
+    return declare
 
 
-def of_any_dtype(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.grad_dtype = None
+declared, of_any_dtype = _declares(torch.float32), _declares(None)
 
 
 def with_main_grad(param: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from superoffload import AdamW
 from tests.convergence.engines import put_nan
-from tests.support.rank_processes import mesh_of, tokens_of
+from tests.convergence.meshes import mesh_of
+from tests.support.rank_processes import loss_of as loss_of
 
 VOCABULARY, WIDTH, HIDDEN, EXPERTS = 29, 12, 24, 6  # torch itself needs an even hidden size
 
@@ -71,8 +71,7 @@ class Model(nn.Module):
         return logits
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How the model lies over the ranks: the sizes of the mesh, and what each cuts."""
 
     replicas: int = 1
@@ -84,10 +83,6 @@ class Layout:
     @property
     def ranks(self) -> int:
         return self.replicas * self.shards * self.tensor * self.experts
-
-    @property
-    def has_experts(self) -> bool:
-        return self.experts > 1
 
 
 LAYOUTS = {
@@ -104,13 +99,13 @@ LAYOUTS = {
 
 def whole_model(layout: Layout, dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
     torch.manual_seed(seed)
-    return Model(experts=layout.has_experts).to(dtype)
+    return Model(experts=layout.experts > 1).to(dtype)
 
 
 def laid_out(layout: Layout, dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
     """The model over all ranks."""
     model = whole_model(layout, dtype, seed)
-    if layout.has_experts:
+    if layout.experts > 1:
         return _with_experts(model, layout)
     mesh = mesh_of(layout.replicas, layout.shards, layout.tensor, names=("replicate", "shard", "tensor"))
     if layout.tensor > 1:
@@ -159,13 +154,6 @@ def _with_experts(model: Model, layout: Layout) -> Model:
 def rows(layout: Layout, rank: int) -> int:
     """The rows of the batch that a rank has: ranks that hold parts of one replica of the model have the same ones."""
     return rank // (layout.tensor * layout.experts)
-
-
-def loss_of(model: nn.Module, seed: int, part: int) -> Tensor:
-    tokens = tokens_of(seed, part)
-    logits = model(tokens[:, :-1])
-    whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
-    return nn.functional.cross_entropy(whole.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def whole(value: Any) -> Tensor:

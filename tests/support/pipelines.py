@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from superoffload import AdamW
+from superoffload.host.tensors import local_of
 from tests.convergence.meshes import mesh_of, parallelize
 from tests.support.meshes import LAYOUTS, VOCABULARY, WIDTH, Model, Trained, options_of, run, whole, whole_model
 from tests.support.rank_processes import tokens_of
@@ -111,17 +112,16 @@ class Pipeline:
 
     def _reduce_tied(self) -> None:
         """Adds the gradients of both stages, in the same order on each."""
-        (param,) = (param for name, param in self.named() if name == "embedding.weight")
-        grad: Any = param.grad
-        local = grad.to_local() if hasattr(grad, "to_local") else grad
-        theirs = torch.empty_like(local)
-        first = not self.last
-        for sends in (first, not first):
+        tied: Any = dict(self.named())["embedding.weight"]
+        local = local_of(tied.grad)
+        both = [local.clone(), torch.empty_like(local)]
+        for sends in (not self.last, self.last):
             if sends:
-                dist.send(local.contiguous(), self.peer)
+                dist.send(both[0], self.peer)
             else:
-                dist.recv(theirs, self.peer)
-        local.copy_(local + theirs if first else theirs + local)
+                dist.recv(both[1], self.peer)
+        first, second = reversed(both) if self.last else both
+        local.copy_(first + second)
 
 
 def norm_in_double(pipeline: Pipeline) -> float:

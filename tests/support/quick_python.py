@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,38 +23,40 @@ _START = "from tests.support import quick_python as q; exec(*q.program(q.serve({
 
 
 class QuickPython:
-    """``run([...])`` is ``subprocess.run([sys.executable, ...], capture_output=True, text=True)``."""
+    """``run([...])`` is ``subprocess.run([sys.executable, ...], capture_output=True, text=True)``; threads that call it
+    at the same time have a server each."""
 
     def __init__(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
         self._command = [sys.executable, "-c", _START.format(preload=list(preload))]
         self._environment = dict(environment)
-        self._server: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()
+        self._idle: list[subprocess.Popen[str]] = []
 
     def run(
         self, command: Sequence[str], *, cwd: str | None = None, timeout: float = 120.0
     ) -> subprocess.CompletedProcess[str]:
         """``command``: a script or ``-c`` and a program, and arguments."""
-        with tempfile.TemporaryDirectory(prefix="superoffload-python-") as folder, self._lock:
-            if self._server is None:
-                self._server = subprocess.Popen(
-                    self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self._environment
-                )
-            requests, answers = self._server.stdin, self._server.stdout
-            assert requests is not None and answers is not None
+        try:
+            server = self._idle.pop()
+        except IndexError:
+            server = self._start()
+        assert server.stdin is not None and server.stdout is not None
+        with tempfile.TemporaryDirectory(prefix="superoffload-python-") as folder:
             out, err = Path(folder) / "out", Path(folder) / "err"
-            print(
-                json.dumps([list(command), cwd or os.getcwd(), str(out), str(err), timeout]), file=requests, flush=True
-            )
-            code, late = json.loads(answers.readline())
+            request = [list(command), cwd or os.getcwd(), str(out), str(err), timeout]
+            print(json.dumps(request), file=server.stdin, flush=True)
+            code, late = json.loads(server.stdout.readline())
+            self._idle.append(server)
             said = out.read_text(), err.read_text()
             assert not late, f"not done after {timeout} s; it wrote {said[0]!r} and to stderr: {said[1]}"
             return subprocess.CompletedProcess(list(command), code, *said)
 
+    def _start(self) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(self._command, stdin=pipe, stdout=pipe, text=True, env=self._environment)
+
     def close(self) -> None:
-        if self._server is not None:
-            self._server.communicate(timeout=30)
-            self._server = None
+        while self._idle:
+            self._idle.pop().communicate(timeout=30)
 
 
 # ---- in the server ------------------------------------------------------------------------------------------------

@@ -20,16 +20,15 @@ from tests.convergence.meshes import mesh_of as mesh_of
 from tests.convergence.meshes import parallelize
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-_pools: dict[int, LocalRanks] = {}
+_pools: dict[tuple[int, str], LocalRanks] = {}
 
 
-def pool(count: int) -> LocalRanks:
-    """Ranks that tests share; made anew after a test that broke them."""
-    if count in _pools and not all(process.is_alive() for process in _pools[count].processes):
-        _pools.pop(count).close()
-    if count not in _pools:
-        _pools[count] = LocalRanks(count, timeout=30.0)
-    return _pools[count]
+def pool(count: int, kind: str = "") -> LocalRanks:
+    """Ranks that tests of a kind share; made anew after a test that broke them."""
+    ranks = _pools.get((count, kind))
+    if ranks is not None and not all(process.is_alive() for process in ranks.processes):
+        _pools.pop((count, kind)).close()
+    return _pools.get((count, kind)) or _pools.setdefault((count, kind), LocalRanks(count, timeout=30.0))
 
 
 def close_pools() -> None:
@@ -255,6 +254,9 @@ def error_of(function: Callable[[], Any]) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def loss_of(model: Any, seed: int) -> Any:
-    logits = model(tokens_of(seed, data_rank())[:, :-1])
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens_of(seed, data_rank())[:, 1:].flatten())
+def loss_of(model: Any, seed: int, part: int | None = None) -> Tensor:
+    """Of the rows of this rank, or of a part."""
+    tokens = tokens_of(seed, data_rank() if part is None else part)
+    logits = model(tokens[:, :-1])
+    gathered = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    return nn.functional.cross_entropy(gathered.float().flatten(0, 1), tokens[:, 1:].flatten())
