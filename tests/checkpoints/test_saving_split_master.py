@@ -17,8 +17,8 @@ from superoffload.checkpoints.tensor_files import TensorFile
 from superoffload.engine.schedule import Schedule
 from superoffload.optimizer import state_dict
 from tests.support.adamw_training import Reordered, TorchAdamW, model_of, train
-from tests.support.carried_state import Carry, as_dict, in_a_folder, in_the_background, through_a_file
 from tests.support.fake_cuda import on_host
+from tests.support.saved_runs import Carry, as_dict, in_a_folder, in_the_background, through_a_file
 from tests.support.split_masters import (
     SPLIT,
     assert_split,

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from superoffload.errors import ArgumentError
 from tests.convergence.compare import stray, unequal
-from tests.convergence.distributed_run import Curve, run
+from tests.convergence.distributed_run import Curve
 from tests.convergence.engines import setup_for
 from tests.convergence.local_ranks import LocalRanks
 from tests.convergence.setup import Setup
@@ -107,12 +106,3 @@ def test_a_planted_fault_is_caught(engine: str, fault: str) -> None:
     assert [curve.error for curve in curves] == [""] * RANKS[engine] and result.tolerance is not None
     found = unequal(curves, result.of_ranks["never"]), stray(curves[0], result.tolerance)
     assert all(found), found
-
-
-def test_engines_and_batches_that_cannot_be_trained_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ArgumentError, match="not divisible by 3 ranks"):
-        SHORT.rows(0, 3)
-    monkeypatch.setattr("tests.convergence.engines.find_spec", lambda name: None)
-    for engine, remedy in (("deepspeed", "pip install deepspeed=="), ("titan", "pip install --no-deps -r req")):
-        with pytest.raises(ArgumentError, match=f"engine={engine}: .* is not installed; {remedy}"):
-            run(SHORT, engine, "never")

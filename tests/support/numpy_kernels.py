@@ -28,28 +28,17 @@ Moment = NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.uint8]
 class Span:
     """Steps a contiguous run of a bucket with its journal, on arrays that the caller owns.
 
-    ``master``: float32 [n]; ``exp_avg`` and ``exp_avg_sq``: float32 [n], or rounded stochastically: uint16 (bfloat16
-    bits) [n] or uint8 (codes, then the scale of each MOMENT_BLOCK of them) [n + ceil(n / 256)]; ``gradient`` and
-    ``shadow``: float32, float16 or uint16 (bfloat16 bits) [n]. An int16 ``master`` has the remainders of a split
-    master, whose upper halves are the uint16 ``shadow`` (docs/kernel.md). ``arena_bytes`` is the room for escapes; by
-    default every element may escape. ``placed``: ``noise_stream`` (seed and parameter) and the places of elements in
-    the whole parameter key the stochastic rounding: element 0 is that of ``first_index`` in a shard that begins at
-    ``start`` and lies along ``axes`` ((length, stride), the innermost first; (): it is one run). ``past_cache``: the
-    shadow, and with AVX-512 a journal's codes, may be stored past the processor's caches, which is faster for runs
-    that exceed them and changes no bit.
+    ``master``: float32 [n], or the int16 remainders of a split master, whose upper halves are the uint16 ``shadow``.
+    Moments: float32 [n], or rounded stochastically: uint16 (bfloat16 bits) [n] or uint8 (codes, then the scale of each
+    256 of them). ``gradient`` and ``shadow``: float32, float16 or uint16 [n]. ``arena_bytes`` is the room for escapes;
+    by default every element may escape. ``placed``: what ``_native.Run`` takes of ``noise_stream``, ``first_index``,
+    ``start`` and ``axes`` ((length, stride), the innermost first), which key the rounding, and ``past_cache``.
     """
 
     def __init__(
-        self,
-        master: NDArray[np.float32] | NDArray[np.int16],
-        exp_avg: Moment,
-        exp_avg_sq: Moment,
-        gradient: Array,
-        shadow: Array,
-        *,
-        arena_bytes: int | None = None,
-        **placed: Any,
-    ) -> None:
+        self, master: NDArray[np.float32] | NDArray[np.int16], exp_avg: Moment, exp_avg_sq: Moment, gradient: Array,
+        shadow: Array, *, arena_bytes: int | None = None, **placed: Any,
+    ) -> None:  # fmt: skip
         self._arrays = master, exp_avg, exp_avg_sq, gradient, shadow  # keeps the memory alive
         self._arena_bytes = 20 * len(master) + 64 if arena_bytes is None else arena_bytes
         scales_at = len(master) if exp_avg.dtype == np.uint8 else None
