@@ -8,9 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.support.checkout import ROOT, compiled
 
@@ -29,8 +28,7 @@ def run(module: str, *arguments: str, limit: float) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit)
 
 
-@dataclass
-class Record:
+class Record(NamedTuple):
     """What a program did below a folder while it was watched."""
 
     calls: list[tuple[str, str, bool]]  # kind, path, whether it needs space; in the order in which a fault counts them

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Replicate, Shard
 from superoffload import AdamW
 from superoffload.host.tensors import local_of
 from tests.convergence.meshes import mesh_of, parallelize
-from tests.support.meshes import LAYOUTS, VOCABULARY, WIDTH, Model, Trained, options_of, run, whole, whole_model
-from tests.support.rank_processes import tokens_of
+from tests.support.meshes import LAYOUTS, WIDTH, Model, Trained, options_of, run, whole, whole_model
+from tests.support.rank_processes import Onward, Received, tokens_of
 
 # Stages x what each stage's two ranks do.
 WAYS = {"pp2": 2, "pp2 tied": 2, "pp2 x fsdp2": 4, "pp2 x tp2": 4, "pp2 x fsdp2 tied": 4}
@@ -91,22 +91,14 @@ class Pipeline:
 
     def backward(self, seed: int, part: int) -> None:
         tokens = tokens_of(seed, part)
-        dtype = next(self.stage.parameters()).dtype
-        shape = (len(tokens), tokens.shape[1] - 1, WIDTH)
-        if not self.last:
-            out = self.stage(tokens[:, :-1])
-            dist.send(out.detach().contiguous(), self.peer)
-            gradient = torch.empty(shape, dtype=dtype)
-            dist.recv(gradient, self.peer)
-            out.backward(gradient)
+        if self.last:
+            received = Received.apply(torch.zeros((), requires_grad=True), (*tokens[:, :-1].shape, WIDTH), self.peer)
+            logits = self.stage(received.to(next(self.stage.parameters()).dtype))
+            loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            dist.send(loss.detach().clone(), self.peer)
         else:
-            received = torch.empty(shape, dtype=dtype)
-            dist.recv(received, self.peer)
-            received.requires_grad_()
-            logits = self.stage(received)
-            nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
-            assert received.grad is not None and logits.shape[-1] == VOCABULARY
-            dist.send(received.grad.contiguous(), self.peer)
+            loss = Onward.apply(self.stage(tokens[:, :-1]), self.peer)
+        loss.backward()
         if is_tied(self.way):
             self._reduce_tied()
 

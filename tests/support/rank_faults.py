@@ -64,19 +64,18 @@ def drop_clip(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
     engine = optimizer._engine
     apply = engine.apply
 
-    def unclipped(verdict: Verdict, **options: bool) -> None:
-        if dist.get_rank() == rank and step_of(optimizer) >= step:
-            verdict = verdict._replace(gradient_factor=optimizer._permanent.verdicts.unscale)
-        apply(verdict, **options)
-
-    # What the session is told is what was done.
     session = optimizer._ranks.session
     count: Callable[..., None] = session.count if session is not None else lambda **_: None
 
-    def told(*, applied: bool, factor: float) -> None:
-        if dist.get_rank() == rank and step_of(optimizer) >= step:
-            factor = optimizer._permanent.verdicts.unscale
-        count(applied=applied, factor=factor)
+    def factor_of(factor: float) -> float:
+        here = dist.get_rank() == rank and step_of(optimizer) >= step
+        return float(optimizer._permanent.verdicts.unscale) if here else factor
+
+    def unclipped(verdict: Verdict, **options: bool) -> None:
+        apply(verdict._replace(gradient_factor=factor_of(verdict.gradient_factor)), **options)
+
+    def told(*, applied: bool, factor: float) -> None:  # what the session is told is what was done
+        count(applied=applied, factor=factor_of(factor))
 
     with mock.patch.object(engine, "apply", unclipped), mock.patch.object(session, "count", told):
         yield

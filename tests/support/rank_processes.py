@@ -131,42 +131,43 @@ class Stage(nn.Module):
     def loss(self, tokens: Tensor) -> Tensor:
         """Of the last stage; its value is on both."""
         if dist.get_rank() == 0:
-            passed_on: Tensor = _Onward.apply(self(tokens[:, :-1]))
+            passed_on: Tensor = Onward.apply(self(tokens[:, :-1]), 1)
             return passed_on
-        received = _Received.apply(torch.zeros((), requires_grad=True), (*tokens[:, :-1].shape, 29))
+        received = Received.apply(torch.zeros((), requires_grad=True), (*tokens[:, :-1].shape, 29), 0)
         loss = nn.functional.cross_entropy(self(received).float().flatten(0, 1), tokens[:, 1:].flatten())
         dist.send(loss.detach().clone(), 0)
         return loss
 
 
-class _Onward(torch.autograd.Function):
-    """Sends logits to the second stage, which answers with the loss; backward waits for their gradients."""
+class Onward(torch.autograd.Function):
+    """Sends activations to the rank with the second stage, which answers with the loss; backward waits for their
+    gradients."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        ctx.like, loss = logits.detach(), torch.zeros(())
-        dist.send(logits.detach().float().contiguous(), 1)
-        dist.recv(loss, 1)
+    def forward(ctx: Any, made: Tensor, peer: int) -> Tensor:
+        ctx.like, ctx.peer, loss = made.detach(), peer, torch.zeros(())
+        dist.send(made.detach().float().contiguous(), peer)
+        dist.recv(loss, peer)
         return loss
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
         gradient = torch.empty_like(ctx.like, dtype=torch.float32)
-        dist.recv(gradient, 1)
-        return gradient.to(ctx.like.dtype)
+        dist.recv(gradient, ctx.peer)
+        return gradient.to(ctx.like.dtype), None
 
 
-class _Received(torch.autograd.Function):
+class Received(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, shape: tuple[int, ...]) -> Tensor:
-        logits = torch.empty(shape)
-        dist.recv(logits, 0)
-        return logits
+    def forward(ctx: Any, leaf: Tensor, shape: tuple[int, ...], peer: int) -> Tensor:
+        ctx.peer, made = peer, torch.empty(shape)
+        dist.recv(made, peer)
+        return made
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        dist.send(gradient.float().contiguous(), 0)
-        return None, None
+        dist.send(gradient.float().contiguous(), ctx.peer)
+        return None, None, None
 
 
 def net(dtype: torch.dtype = torch.bfloat16, seed: int = 0, **options: Any) -> Net:
