@@ -13,7 +13,7 @@ from superoffload import AdamW, checkpoints
 from superoffload.checkpoints import tensor_files
 from superoffload.optimizer import state_dict
 from tests.support.adamw_training import Reordered, TorchAdamW, model_of, train
-from tests.support.carried_state import Carry, as_dict, in_a_folder, in_the_background, through_a_file
+from tests.support.saved_runs import Carry, as_dict, in_a_folder, in_the_background, through_a_file
 from tests.support.split_masters import (
     SPLIT,
     assert_split,

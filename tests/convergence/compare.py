@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -58,18 +59,15 @@ def tolerance_of(runs: Sequence[Curve], of: str = ONE_PROCESS) -> Tolerance:
 
 def _centre_and_spread(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
     """Returns per step the mean, and the largest distance from it in any step so far."""
-    centres, spreads, largest = [], [], 0.0
-    for values in zip(*curves, strict=True):
-        centre = math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.inf
-        if math.isfinite(centre):
-            largest = max(largest, *(abs(value - centre) for value in values))
-        centres.append(centre)
-        spreads.append(largest)
-    return centres, spreads
+    steps = list(zip(*curves, strict=True))
+    centres = [math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.inf for values in steps]
+    strayed = (max(abs(value - centre) if math.isfinite(centre) else 0.0 for value in values)
+               for centre, values in zip(centres, steps, strict=True))  # fmt: skip
+    return centres, list(accumulate(strayed, max))
 
 
 def _allowed(centre: float, spread: float) -> float:
-    return SAFETY * spread + FLOOR * max(1.0, abs(centre) if math.isfinite(centre) else 1.0)
+    return SAFETY * spread + FLOOR * (max(1.0, abs(centre)) if math.isfinite(centre) else 1.0)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -114,7 +114,7 @@ class BaseEngine:
     def poison(self, last_rank: bool) -> None:
         """Puts a NaN into one element of a gradient that the last rank owns."""
         if last_rank:
-            put_nan(self.inner)
+            put_nan(self.inner.parameters())
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
@@ -139,8 +139,9 @@ class BaseEngine:
             self.optimizer.close()
 
 
-def put_nan(model: nn.Module) -> None:
-    for param in model.parameters():
+def put_nan(params: Iterable[Tensor]) -> None:
+    """Into the first of their gradients that this rank has a part of."""
+    for param in params:
         if param.grad is not None and local_of(param.grad).numel():
             local_of(param.grad).view(-1)[-1] = math.nan
             return
@@ -237,9 +238,9 @@ ENGINES: dict[str, type[Any] | str] = {
     "single": Single,
     "fsdp2": Fsdp2,
     "ddp": Ddp,
-    "tp": "tests.convergence.tensor_parallel:TensorParallel",
+    "tp": "tests.convergence.parallel:TensorParallel",
     "pp": "tests.convergence.pipeline_stages:PipelineStages",
-    "ep": "tests.convergence.expert_parallel:ExpertParallel",
+    "ep": "tests.convergence.parallel:ExpertParallel",
     "deepspeed": "tests.convergence.zero3:Zero3",
     "titan": "tests.convergence.titan_trainer:Titan",
     "plain-fsdp2": PlainFsdp2,

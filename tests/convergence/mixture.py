@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -85,3 +86,40 @@ def put_experts(model: Transformer, experts: int, seed: int) -> None:
         for block in model.blocks:
             mixture = Mixture(model.config, experts)
             block.register_module("mlp", mixture.to(model.head.weight.dtype))
+
+
+class AllToAll:
+    """Takes each token to the rank that has its expert, and what becomes of it back. Each of the ranks in ``group`` has
+    ``each`` experts."""
+
+    def __init__(self, group: Any, each: int) -> None:
+        self.ranks, self._group, self._each = dist.get_world_size(group), group, each
+
+    def run(self, tokens: Tensor, chosen: Tensor, compute: Compute) -> Tensor:
+        away = torch.bincount(chosen // self._each, minlength=self.ranks)
+        here = torch.empty_like(away)
+        dist.all_to_all_single(here, away, group=self._group)
+        counts = away.tolist(), here.tolist()
+        arrived = _Moved.apply(tokens, *counts, self._group)
+        made = compute(arrived, _moved(chosen % self._each, *counts, self._group))
+        back: Tensor = _Moved.apply(made, *reversed(counts), self._group)
+        return back.clone()  # fully_shard warns of what might be a view
+
+
+class _Moved(torch.autograd.Function):
+    """Sends the first ``away[0]`` rows to rank 0 of the group, and so on; their gradients come the same way back."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, away: list[int], here: list[int], group: Any) -> Tensor:
+        context.way_back = here, away, group
+        return _moved(rows, away, here, group)
+
+    @staticmethod
+    def backward(context: Any, *grads: Any) -> Any:
+        return _moved(grads[0], *context.way_back), None, None, None
+
+
+def _moved(rows: Tensor, away: list[int], here: list[int], group: Any) -> Tensor:
+    got = rows.new_empty(sum(here), *rows.shape[1:])
+    dist.all_to_all_single(got, rows.contiguous(), here, away, group=group)
+    return got

@@ -52,7 +52,7 @@ class PipelineStages(BaseEngine):
     ``fully_shard`` shards each stage over its ranks."""
 
     def __init__(self, setup: Setup, speculation: str) -> None:
-        self._mesh = mesh_of(stage=PAIR, data=dist.get_world_size() // PAIR)
+        self._mesh = mesh_of(PAIR, dist.get_world_size() // PAIR, names=("stage", "data"))
         super().__init__(setup, speculation)
         self._scale = 1.0
         self.model.register_forward_hook(self._scaled)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from tests.convergence.compare import FEWEST_RUNS, ONE_PROCESS, Tolerance, stray, tolerance_of, unequal
 from tests.convergence.distributed_run import Curve, run
@@ -16,15 +16,8 @@ from tests.convergence.local_ranks import LocalRanks
 from tests.convergence.setup import Setup
 
 Say = Callable[[str], None]
+Ranks = Any  # LocalRanks, LaunchedRanks: ``run()`` calls a function on ``count`` ranks and returns their values
 _ON_DEMAND_STEPS = 48
-
-
-class Ranks(Protocol):
-    """Runs a function on ``count`` ranks and returns their values."""
-
-    count: int
-
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]: ...
 
 
 @dataclass
@@ -48,16 +41,15 @@ def single_runs(setup: Setup, ranks: Ranks, say: Say) -> list[Curve]:
     """Runs single processes that sum in different orders, spread over the available ranks."""
     curves: list[Curve] = []
     for first in range(0, FEWEST_RUNS + 1, ranks.count):
-        orders = list(range(first, min(first + ranks.count, FEWEST_RUNS + 1)))
-        curves += filter(None, ranks.run(single_run, setup, orders))
+        curves += filter(None, ranks.run(single_run, setup, first))
         say(f"{len(curves)} of {FEWEST_RUNS + 1} one-process runs done")
     return curves
 
 
-def single_run(setup: Setup, orders: Sequence[int]) -> Curve | None:
+def single_run(setup: Setup, first: int) -> Curve | None:
     """Trains alone in a rank, while the other ranks train in other orders."""
-    rank = int(os.environ["RANK"])
-    return run(setup, "single", "never", order=orders[rank]) if rank < len(orders) else None
+    order = first + int(os.environ["RANK"])
+    return run(setup, "single", "never", order=order) if order <= FEWEST_RUNS else None
 
 
 def stock_runs(setup: Setup, ranks: Ranks, say: Say) -> list[Curve]:
@@ -80,20 +72,18 @@ def delivered_unlike(setup: Setup, engine: str, ranks: Ranks, eager: list[Curve]
 def verify_ranks(setup: Setup, engine: str, count: int, say: Say = print) -> Result:
     """Starts ``count`` ranks on this machine and compares them."""
     setup.rows(0, count)
-    if engine == "titan":
-        with LocalRanks(count) as ranks:
-            return verify_launched(setup, engine, ranks, say)
-    with LocalRanks(max(count, 2), init=False) as alone:
-        singles = single_runs(setup, alone, say)
+    singles = None
+    if engine != "titan":
+        with LocalRanks(max(count, 2), init=False) as alone:
+            singles = single_runs(setup, alone, say)
     with LocalRanks(count) as ranks:
-        return compare(setup, engine, ranks, singles, say)
+        return compare(setup, engine, ranks, singles or stock_runs(setup, ranks, say), say)
 
 
 def verify_launched(setup: Setup, engine: str, ranks: Ranks, say: Say) -> Result:
     """Compares ranks that are there already; all of them call it."""
     setup.rows(0, ranks.count)
-    references = (stock_runs if engine == "titan" else single_runs)(setup, ranks, say)
-    return compare(setup, engine, ranks, references, say)
+    return compare(setup, engine, ranks, (stock_runs if engine == "titan" else single_runs)(setup, ranks, say), say)
 
 
 def compare(setup: Setup, engine: str, ranks: Ranks, references: Sequence[Curve], say: Say) -> Result:

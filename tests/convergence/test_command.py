@@ -31,6 +31,7 @@ REFUSED = {
     "--ranks 0": "ranks=0: expected 1 to 64",
     "--engine single --ranks 2": "one process is one rank; choose --engine fsdp2, ddp, tp, pp, ep, deepspeed, titan",
     "--engine tp --ranks 1": "engine=tp with ranks=1: two ranks share each matrix",
+    "--engine deepspeed": "engine=deepspeed: deepspeed is not installed; pip install deepspeed==",
     "--ranks 2 --steps 10": "steps=10: expected at least 41",
     "--ranks 2 --seed -1": "seed=-1: expected a whole number from 0",
     "--device cuda": "device=cuda: expected engine single, fsdp2 or ddp, under torchrun",
@@ -39,9 +40,11 @@ REFUSED = {
 
 
 def test_refusals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for options, text in REFUSED.items():
-        assert main(options.split()) == 2
-        assert text in capsys.readouterr().err
+    with monkeypatch.context() as lacking:
+        lacking.setattr("tests.convergence.engines.find_spec", lambda name: None if name == "deepspeed" else name)
+        for options, text in REFUSED.items():
+            assert main(options.split()) == 2
+            assert text in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["--ranks", "4"]) == 2

@@ -110,7 +110,7 @@ def make_trainer(config: Any, logged: _Logged) -> Any:
             loss = super().forward_backward_step(**inputs)
             self._backward_passes += 1
             if self._step.nan and self._step.last_rank and self._backward_passes == len(self._step.micro_batches):
-                put_nan(self.model_parts[0])
+                put_nan(self.model_parts[0].parameters())
             return loss
 
         def _scaled(self, model: Any, given: Any, made: Tensor) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tests.convergence.engines import BaseEngine, next_token_loss, world
+from tests.convergence.engines import BaseEngine, Step, next_token_loss, world
 from tests.convergence.setup import Setup
 
 
@@ -41,7 +41,19 @@ class Zero3(BaseEngine):
             model=self.inner, model_parameters=parameters, config=configuration(setup, speculation)
         )
         self.inner.set_rotary_tables(*tables)  # DeepSpeed has rounded the buffers along with the parameters
-        return _Optimizer(self.engine)
+        return self.engine.optimizer
+
+    def train(self, step: Step) -> tuple[float, float]:
+        for group in self.optimizer.param_groups:
+            group["lr"] = step.lr
+        self.optimizer.clip_grad = step.max_grad_norm
+        loss = self.backward(step.micro_batches, step.scale)
+        if step.nan:
+            self.poison(step.last_rank)
+        if step.late_norm is not None:
+            self.optimizer.clip_grad = step.late_norm
+        self.engine.step()
+        return loss, float(self.engine.get_global_grad_norm())
 
     def backward(self, micro_batches: Sequence[Tensor], scale: float) -> float:
         losses = []
@@ -64,28 +76,6 @@ class Zero3(BaseEngine):
 
     def close(self) -> None:
         self.engine.destroy()
-
-
-class _Optimizer:
-    """Presents DeepSpeed's engine to a training loop as an optimizer."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine, self.step = engine, engine.step
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine.optimizer, name)
-
-    @property
-    def grad_norm(self) -> float:
-        return float(self._engine.get_global_grad_norm())
-
-    @property
-    def max_grad_norm(self) -> float:
-        return float(self._engine.optimizer.clip_grad)
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float) -> None:
-        self._engine.optimizer.clip_grad = value
 
 
 def configuration(setup: Setup, speculation: str) -> dict[str, Any]:

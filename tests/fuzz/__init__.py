@@ -6,6 +6,6 @@ compared to the bit; what waits is compared with torch's AdamW, too.
     python -m tests.fuzz --replay program.json               run it
     python -m tests.fuzz --mutants --programs 300            mistakes put in, and how many programs find each
 
-``program`` draws; ``world``, ``model`` and the operations (``backward``, ``steps``, ``changes``, ``storage``) are what
-programs mean; ``machine`` runs and compares; ``oracle`` asks torch; ``campaign`` and ``minimize`` do it many times.
+``program`` draws; ``world``, ``model`` and the operations (``training``, ``changes``, ``storage``) are what
+programs mean; ``machine`` runs and compares; ``oracle`` asks torch; ``campaign`` does it many times.
 """

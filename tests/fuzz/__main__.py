@@ -8,11 +8,12 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded: its idle threads would spin
 
-from tests.fuzz.campaign import Failure, Result, Task, attempt, programs_until_found, run_task
+from tests.fuzz.campaign import Failure, Result, attempt, programs_until_found, run_many
 from tests.fuzz.mutants import MUTANTS
 from tests.fuzz.program import Program, draw
 
@@ -33,53 +34,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(draw(chosen.show).to_json(), end="")
         return 0
     if chosen.replay is not None:
-        return _replay(Program.from_json(chosen.replay.read_text()))
+        found = attempt(Program.from_json(chosen.replay.read_text()))
+        print(found.traceback if isinstance(found, Failure) else "passed")
+        return int(isinstance(found, Failure))
     if chosen.mutants:
-        return _mutants(chosen.programs)
-    began = time.monotonic()
-    result = _many(chosen)
-    _report(result, time.monotonic() - began)
-    return int(bool(result.failures))
+        needed = {}
+        for name, mutant in MUTANTS.items():
+            needed[name] = programs_until_found(mutant, chosen.programs)
+            print(f"| {name} | {needed[name] or 'not found'} |", flush=True)
+        return int(None in needed.values())
+    return _run(range(chosen.seed, chosen.seed + chosen.programs), chosen.processes)
 
 
-def _replay(program: Program) -> int:
-    found = attempt(program)
-    if isinstance(found, Failure):
-        print(found.traceback)
-        return 1
-    print("passed")
-    return 0
-
-
-def _mutants(most: int) -> int:
-    missed = 0
-    for name, mutant in MUTANTS.items():
-        found = programs_until_found(mutant, most)
-        missed += found is None
-        print(f"| {name} | {'not found' if found is None else found[0]} |", flush=True)
-    return int(missed > 0)
-
-
-def _many(chosen: argparse.Namespace) -> Result:
-    seeds = range(chosen.seed, chosen.seed + chosen.programs)
-    tasks = [Task(seeds[start : start + _TOGETHER], _FAILURES) for start in range(0, len(seeds), _TOGETHER)]
-    result = Result()
-    with multiprocessing.get_context("spawn").Pool(chosen.processes) as pool:
-        for part in pool.imap_unordered(run_task, tasks):
+def _run(seeds: range, processes: int) -> int:
+    began, result = time.monotonic(), Result()
+    parts = [seeds[start : start + _TOGETHER] for start in range(0, len(seeds), _TOGETHER)]
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for part in pool.imap_unordered(partial(run_many, most_failures=_FAILURES), parts):
             result.add(part)
             print(f"\r{result.programs} programs, {len(result.failures)} failures", end="", file=sys.stderr, flush=True)
             if len(result.failures) >= _FAILURES:
                 break
     print(file=sys.stderr)
-    return result
-
-
-def _report(result: Result, seconds: float) -> None:
     for name in sorted(result.counts):
         print(f"{result.counts[name]:>9} {name}")
     for failure in result.failures:
         print(f"\nseed {failure.program.seed}: {failure.why}\n{failure.program.to_json()}")
-    print(f"{result.programs} programs in {seconds:.0f} s: {len(result.failures)} failures")
+    print(f"{result.programs} programs in {time.monotonic() - began:.0f} s: {len(result.failures)} failures")
+    return int(bool(result.failures))
 
 
 if __name__ == "__main__":

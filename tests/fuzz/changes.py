@@ -69,7 +69,7 @@ def add_group(world: World, op: Op) -> None:
 
 
 def write(world: World, op: Op) -> None:
-    before_writing(world, world.params(op))
+    _before_writing(world, world.params(op))
     world.count(f"write, {op['how']}")
     with torch.no_grad():
         for param in world.params(op):
@@ -77,7 +77,7 @@ def write(world: World, op: Op) -> None:
 
 
 def write_data(world: World, op: Op) -> None:
-    before_writing(world, world.params(op))
+    _before_writing(world, world.params(op))
     for param in world.params(op):
         if op["how"] == "copy":
             param.data = (0.1 * values(op["seed"], param.numel())).to(param.dtype)
@@ -174,7 +174,7 @@ def tie(world: World, op: Op) -> None:
     if not pairs:
         return
     (one, other), own = pairs[0], pairs[0][0].data
-    before_writing(world, [one])
+    _before_writing(world, [one])
     one.data = other.data
     try:
         world.optimizer.step()
@@ -186,7 +186,7 @@ def tie(world: World, op: Op) -> None:
 
 def load_weights(world: World, op: Op) -> None:
     """Into the model alone; the optimizer goes on."""
-    before_writing(world, list(world.net.parameters()))
+    _before_writing(world, list(world.net.parameters()))
     world.net.load_state_dict({name: 0.5 * value for name, value in world.net.state_dict().items()})
 
 
@@ -194,7 +194,7 @@ def refresh_masters(world: World, op: Op) -> None:
     world.optimizer.refresh_masters()
 
 
-def before_writing(world: World, params: Sequence[Tensor]) -> None:
+def _before_writing(world: World, params: Sequence[Tensor]) -> None:
     """What the documentation asks of those who write parameters."""
     if world.settings.delivery == "on_demand":
         world.optimizer.synchronize()

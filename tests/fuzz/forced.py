@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from random import Random
 from typing import Any
 from unittest import mock
 
-from superoffload import _native
 from superoffload.engine.journal import JournalWidth
 from superoffload.engine.options import EngineOptions
 from superoffload.engine.schedule import Schedule, Situation
 from superoffload.engine.snapshot import ShardState, Snapshot
 from tests.fuzz.program import Settings
 
+_READ_ALL = Snapshot.read_all
 _READING_SECONDS = 0.001  # per shard, so that training goes on while a save is under way
 SHARES = (0.0, 0.3, 0.5, 1.0)
 
@@ -40,25 +40,12 @@ class MixedSchedule(Schedule):
         return self._random.choice(SHARES)
 
 
-def _slow_reader(read_all: Callable[..., None]) -> Callable[..., None]:
-    def slowly(snapshot: Snapshot, read: Callable[[int, ShardState], None]) -> None:
-        def later(index: int, state: ShardState) -> None:
-            time.sleep(_READING_SECONDS)
-            read(index, state)
+def _read_slowly(snapshot: Snapshot, read: Callable[[int, ShardState], None]) -> None:
+    def later(index: int, state: ShardState) -> None:
+        time.sleep(_READING_SECONDS)
+        read(index, state)
 
-        read_all(snapshot, later)
-
-    return slowly
-
-
-def journal_codes_of(width: int) -> AbstractContextManager[Any]:
-    """All codes have this many bytes."""
-
-    def choose(chooser: JournalWidth, work: _native.BucketWork, next_step: int) -> int:
-        chooser.width = width
-        return width
-
-    return mock.patch.object(JournalWidth, "choose", choose)
+    _READ_ALL(snapshot, later)
 
 
 @contextmanager
@@ -69,11 +56,16 @@ def forced(settings: Settings) -> Iterator[None]:
             mixed = MixedSchedule(settings.schedule_seed)
             stack.enter_context(mock.patch.object(EngineOptions, "make_schedule", lambda options: mixed))
         width, room = settings.journal_width, settings.journal_room
-        if width is not None:
-            stack.enter_context(journal_codes_of(width))
+        if width is not None:  # all codes have this many bytes
+
+            def choose(chooser: JournalWidth, *_: Any) -> int:
+                chooser.width = width
+                return width
+
+            stack.enter_context(mock.patch.object(JournalWidth, "choose", choose))
         if room is not None:
             share = (width or 2) + room
             size = mock.patch("superoffload.engine.layout.reserved_bytes", lambda numel: int(share * numel))
             stack.enter_context(size)
-        stack.enter_context(mock.patch.object(Snapshot, "read_all", _slow_reader(Snapshot.read_all)))
+        stack.enter_context(mock.patch.object(Snapshot, "read_all", _read_slowly))
         yield

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz import backward, changes, steps, storage
+from tests.fuzz import changes, storage, training
 from tests.fuzz.forced import forced
 from tests.fuzz.program import Op, Program
 from tests.fuzz.world import Seen, World
@@ -15,44 +15,14 @@ from tests.support.adamw_training import COUNTERS
 from tests.support.callers_modes import MODES
 
 OPERATIONS: dict[str, Callable[[World, Op], None]] = {
-    operation.__name__: operation
-    for operation in (
-        backward.backward,
-        backward.backward_again,
-        backward.forward,
-        backward.interrupted_backward,
-        backward.threads,
-        backward.zero_grad,
-        changes.add_group,
-        changes.edit,
-        changes.edit_state,
-        changes.freeze,
-        changes.hyper,
-        changes.load_weights,
-        changes.max_grad_norm,
-        changes.refresh_masters,
-        changes.regroup,
-        changes.tie,
-        changes.write,
-        changes.write_data,
-        steps.interrupted_step,
-        steps.step,
-        storage.load,
-        storage.look,
-        storage.save,
-        storage.sleep,
-        storage.wait_saved,
-    )
+    name: operation
+    for module in (training, changes, storage)
+    for name, operation in vars(module).items()
+    if getattr(operation, "__module__", "") == module.__name__ and not name.startswith("_")
 }
 COUNTED = (
-    *COUNTERS,
-    "buckets_speculated",
-    "buckets_stepped",
-    "buckets_two_phase",
-    "journal_overflows",
-    "steps",
-    "skipped_steps",
-    "clipped_steps",
+    *(*COUNTERS, "buckets_speculated", "buckets_stepped", "buckets_two_phase"),
+    *("journal_overflows", "steps", "skipped_steps", "clipped_steps"),
 )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -34,6 +35,7 @@ from superoffload.optimizer.verdict_terms import LossScale
 
 Mutant = Callable[[], AbstractContextManager[Any]]
 Operation = _native.Operation
+_put: Callable[..., Mutant] = partial(partial, mock.patch.object)
 
 
 def _replaced(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Mutant:
@@ -164,15 +166,15 @@ class _ForgetsDevices:
 
 
 MUTANTS: dict[str, Mutant] = {
-    "devices: the number of steps is made on the caller's default device": lambda: mock.patch.object(
+    "devices: the number of steps is made on the caller's default device": _put(
         shown_steps_module, "torch", _ForgetsDevices()
     ),
     "undo: nothing is undone": _submits(lambda operation: None if operation is Operation.undo else operation),
-    "undo: left out where a gradient was not final": lambda: mock.patch.object(Speculator, "undo", _marks_undone),
+    "undo: left out where a gradient was not final": _put(Speculator, "undo", _marks_undone),
     "replay: a plain step on top of the speculated one": _submits(
         lambda operation: Operation.step if operation is Operation.replay else operation
     ),
-    "replay: speculated with the wrong factor, committed all the same": lambda: mock.patch.object(
+    "replay: speculated with the wrong factor, committed all the same": _put(
         finisher_module, "_same_bits", lambda factor, other: True
     ),
     "replay: the factor is one unit in the last place off": _freezes(
@@ -185,14 +187,12 @@ MUTANTS: dict[str, Mutant] = {
     "journal: overflow is ignored": _replaced(Speculator, "end", _ignores_overflow),
     "arrival: one gradient of the fourth step reaches no bucket": _replaced(Engine, "arrive", _forgets_one_piece),
     "arrival: a second backward is taken for the same gradient": _replaced(Intake, "take", _keeps_the_first),
-    "arrival: a late gradient undoes nothing": lambda: mock.patch.object(Engine, "_reopen", _reopens_without_undo),
-    "arrival: a late gradient counts as one in time": lambda: mock.patch.object(Engine, "_reopen", _nothing),
-    "edits: of gradients are not noticed": lambda: mock.patch.object(Edits, "is_edited", lambda *_: False),
-    "writes: masters do not follow written parameters": lambda: mock.patch.object(MasterUpdates, "follow", _nothing),
-    "writes: a master follows without undoing what is speculated": lambda: mock.patch.object(
-        Engine, "restore", _nothing
-    ),
-    "two phases: nothing is settled": lambda: mock.patch.object(
+    "arrival: a late gradient undoes nothing": _put(Engine, "_reopen", _reopens_without_undo),
+    "arrival: a late gradient counts as one in time": _put(Engine, "_reopen", _nothing),
+    "edits: of gradients are not noticed": _put(Edits, "is_edited", lambda *_: False),
+    "writes: masters do not follow written parameters": _put(MasterUpdates, "follow", _nothing),
+    "writes: a master follows without undoing what is speculated": _put(Engine, "restore", _nothing),
+    "two phases: nothing is settled": _put(
         LastStep,
         "_settle_behind",
         lambda last_step: last_step.unsettled.update(
@@ -206,24 +206,18 @@ MUTANTS: dict[str, Mutant] = {
     "two phases: settled with another factor than published": _replaced(
         LastStep, "_settle_behind", _settles_by_the_group_of_now
     ),
-    "two phases: readers do not wait": lambda: mock.patch.object(LastStep, "settle", _nothing),
-    "on demand: forward does not wait": lambda: mock.patch.object(OnDemand, "wait", _nothing),
-    "scaler: its scale is not taken out": lambda: mock.patch.object(LossScale, "inverse", 1.0),
+    "two phases: readers do not wait": _put(LastStep, "settle", _nothing),
+    "on demand: forward does not wait": _put(OnDemand, "wait", _nothing),
+    "scaler: its scale is not taken out": _put(LossScale, "inverse", 1.0),
     "skip: nothing is taken back": _replaced(Engine, "_take_back", _takes_nothing_back),
-    "save: a step does not wait for it": lambda: mock.patch.object(Snapshot, "protect", _nothing),
+    "save: a step does not wait for it": _put(Snapshot, "protect", _nothing),
     "load: one step too many": _replaced(TrackedParam, "load", _forgets_moments),
-    "look: what is speculated shows": lambda: mock.patch.object(Engine, "quiesce", _nothing),
-    "state: what is speculated shows": lambda: mock.patch.object(Engine, "reveal", _nothing),
-    "state: a bucket is speculated although a program keeps its state": lambda: mock.patch.object(Bucket, "held", None),
-    "state: what a program takes out stays": lambda: mock.patch.object(ShownStates, "find_edits", lambda states: []),
-    "state: a number of steps that a program writes is not used": lambda: mock.patch.object(
-        Params, "_find_steps", lambda params: {}
-    ),
-    "groups: what a program moves or takes out stays": lambda: mock.patch.object(
-        ParamGroups, "changed", lambda groups: False
-    ),
-    "memory: parameters that share it are stepped": lambda: mock.patch.object(Params, "check_apart", _nothing),
-    "signals: they come in the middle of bookkeeping": lambda: mock.patch.object(
-        interrupts, "held_signals", nullcontext
-    ),
+    "look: what is speculated shows": _put(Engine, "quiesce", _nothing),
+    "state: what is speculated shows": _put(Engine, "reveal", _nothing),
+    "state: a bucket is speculated although a program keeps its state": _put(Bucket, "held", None),
+    "state: what a program takes out stays": _put(ShownStates, "find_edits", lambda states: []),
+    "state: a number of steps that a program writes is not used": _put(Params, "_find_steps", lambda params: {}),
+    "groups: what a program moves or takes out stays": _put(ParamGroups, "changed", lambda groups: False),
+    "memory: parameters that share it are stepped": _put(Params, "check_apart", _nothing),
+    "signals: they come in the middle of bookkeeping": _put(interrupts, "held_signals", nullcontext),
 }

@@ -1,7 +1,7 @@
 """A program: settings and operations as plain data, drawn from a seed. It says what happens, ``machine`` makes it so.
 
 Every operation makes sense wherever it stands (what it has nothing to act on, it leaves alone), so that any part of a
-program is a program too: that is what ``minimize`` cuts them down by.
+program is a program too: that is what ``campaign.shortened`` cuts them down by.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class _Drawing:
         lines = [int(10 ** random.uniform(0, 3.2))] + [int(10 ** random.uniform(0, 1.5)) for _ in range(often - 1)]
         op: Op = {"signal": random.choice(["SIGINT", "SIGINT", "SIGTERM"]), "lines": lines}
         if random.random() < 0.3:  # where signals are held back: few lines, and all of them matter
-            op["where"] = "interrupts.py"
+            op["where"] = "host/signals.py"
             op["lines"] = [random.randint(1, 60) for _ in lines]
         return op
 
@@ -261,15 +261,14 @@ class _Drawing:
 
     def _hyper(self) -> Op:
         random = self.random
-        name, value = random.choice(
-            [
-                ("lr", random.choice([0.0, 1e-4, 1e-2, 0.3])),
-                ("betas", list(random.choice(_BETAS))),
-                ("eps", random.choice([1e-8, 1e-3])),
-                ("weight_decay", random.choice([0.0, 0.1, 1.0])),
-                ("maximize", random.random() < 0.7),
-            ]
-        )
+        drawn = {
+            "lr": random.choice([0.0, 1e-4, 1e-2, 0.3]),
+            "betas": list(random.choice(_BETAS)),
+            "eps": random.choice([1e-8, 1e-3]),
+            "weight_decay": random.choice([0.0, 0.1, 1.0]),
+            "maximize": random.random() < 0.7,
+        }
+        name, value = random.choice(list(drawn.items()))
         return {"do": "hyper", "group": random.randint(0, 3), "name": name, "value": value}
 
     def _max_grad_norm(self) -> Op:

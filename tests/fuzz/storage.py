@@ -23,11 +23,9 @@ def look(world: World, op: Op) -> None:
         world.note("digests", optimizer.state_digests())
     elif at == "state_dict":
         world.note("state_dict", _digest(optimizer.state_dict()))
-    elif at == "synchronize":
-        optimizer.synchronize()
-        known = [param for param in world.grouped() if param in optimizer.state]
-        world.note("state", [_digest(dict(optimizer.state[param])) for param in known])
     else:
+        if at == "synchronize":
+            optimizer.synchronize()
         known = [param for param in world.grouped() if param in optimizer.state]
         world.note("state", [_digest(dict(optimizer.state[param])) for param in known])
 
@@ -103,20 +101,12 @@ def wait_saved(world: World, op: Op) -> None:
 
 def _digest(value: Any) -> str:
     """Of tensors and plain values, however nested."""
-    digest = hashlib.sha256()
-
-    def add(item: Any) -> None:
-        if isinstance(item, Tensor):
-            digest.update(item.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        elif isinstance(item, dict):
-            for key in item:
-                digest.update(repr(key).encode())
-                add(item[key])
-        elif isinstance(item, (list, tuple)):
-            for each in item:
-                add(each)
-        else:
-            digest.update(repr(item).encode())
-
-    add(value)
-    return digest.hexdigest()
+    if isinstance(value, Tensor):
+        data = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, dict):
+        data = repr([(key, _digest(each)) for key, each in value.items()]).encode()
+    elif isinstance(value, (list, tuple)):
+        data = repr([_digest(each) for each in value]).encode()
+    else:
+        data = repr(value).encode()
+    return hashlib.sha256(data).hexdigest()

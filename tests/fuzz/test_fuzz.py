@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz.__main__ import main
-from tests.fuzz.campaign import Failure, Result, Task, attempt, programs_until_found, run_task, shortened
+from tests.fuzz.campaign import Failure, Result, attempt, programs_until_found, run_many, shortened
 from tests.fuzz.machine import OPERATIONS
 from tests.fuzz.mutants import MUTANTS
 from tests.fuzz.program import Program, draw
@@ -59,7 +59,7 @@ LEAST = {
 @cache
 def results_of(part: int) -> Result:
     size = PROGRAMS // PARTS
-    return run_task(Task(range(part * size, (part + 1) * size), failures=1))
+    return run_many(range(part * size, (part + 1) * size), most_failures=1)
 
 
 ALL = pytest.mark.in_turn("fuzz")

@@ -16,9 +16,9 @@ from superoffload.engine.moments import noise_stream
 from superoffload.engine.schedule import Schedule
 from superoffload.errors import ArgumentError
 from tests.support.adamw_training import check_counters, train
-from tests.support.carried_state import as_dict, in_a_folder
 from tests.support.reference import adam, eight_bit
 from tests.support.reference.stochastic import noise
+from tests.support.saved_runs import as_dict, in_a_folder
 from tests.support.split_masters import same_bits, state_of
 
 EIGHT: dict[str, Any] = {"state_dtype": "8bit"}

@@ -20,7 +20,7 @@ from benchmarks.gpu_suite.contestants import OURS
 from superoffload import _native
 from tests.support.checkout import ROOT
 from tests.support.emulated_kernels import library_path
-from tests.support.fake_cuda import LIBRARY, build
+from tests.support.fake_cuda import build
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def copied(tmp_path: Path) -> Path:
         pytest.skip("needs a git checkout, whose files are copied")
     names = [name for name in shown.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
     emulated = library_path().parent.rglob("*emulated_kernels*")
-    for path in [*(ROOT / name for name in names), build(), LIBRARY, *emulated]:
+    for path in [*(ROOT / name for name in names), build(), *emulated]:
         target = folder / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, target)  # with its time, or it would be compiled again

@@ -11,23 +11,15 @@ from superoffload import _native
 from superoffload.engine.bucket import ELEMENT_TYPES, GroupHyper, Shard
 from superoffload.engine.layout import STATE_TYPES
 from superoffload.engine.master_halves import join
-from superoffload.engine.moments import scales_address, stored_numel
+from superoffload.engine.moments import scales_address
 from superoffload.engine.verdict import Verdict, decide
 
 STATE = ("master", "exp_avg", "exp_avg_sq")
 
-_WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
-
-
-def zero_moment(seed: int, numel: int) -> Tensor:
-    """As it is before the first step, in the dtype of this seed's simulation."""
-    dtype = (torch.float32, torch.bfloat16, torch.uint8)[seed // 10 % 3]
-    return torch.zeros(stored_numel(numel, dtype), dtype=dtype)
-
 
 def words(tensor: Tensor) -> Tensor:
     """The bits, so that comparing them tells zeros and NaNs apart."""
-    return tensor.view(_WORDS[tensor.element_size()])
+    return tensor.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[tensor.element_size()])
 
 
 def state_of(shard: Shard) -> list[Tensor]:
@@ -39,13 +31,11 @@ class PlainShard:
     """The state of one shard, copied from where a simulation begins, and one step on all of it at once."""
 
     def __init__(self, shard: Shard, published: Tensor) -> None:
-        self._master, self.exp_avg, self.exp_avg_sq = (
-            tensor.clone() for tensor in (shard.master, shard.exp_avg, shard.exp_avg_sq)
+        self._master, self.exp_avg, self.exp_avg_sq, self.published = (
+            tensor.clone() for tensor in (shard.master, shard.exp_avg, shard.exp_avg_sq, published)
         )
         self._split = shard.upper is not None
-        self.published = published.clone()
-        self.group = shard.group
-        self.steps = 0
+        self.group, self.steps = shard.group, 0
         self._packed = torch.zeros(shard.numel, dtype=shard.gradient_dtype)
         self._sums = shard.block_sums.copy()
         self._type = ELEMENT_TYPES[shard.gradient_dtype]
@@ -72,16 +62,8 @@ class PlainShard:
 
     def step(self, hyper: GroupHyper, factor: float) -> None:
         self.steps += 1
-        self._work.freeze(
-            hyper.lr,
-            hyper.beta1,
-            hyper.beta2,
-            hyper.eps,
-            hyper.weight_decay,
-            factor,
-            hyper.l2,
-            [self.steps],
-        )
+        adam = hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay
+        self._work.freeze(*adam, factor, hyper.l2, [self.steps])
         self._work.run_all(_native.Operation.step)
 
     def state(self) -> list[Tensor]:
@@ -108,8 +90,6 @@ class PlainModel:
 
     def apply(self, gradients: Mapping[int, Tensor], verdict: Verdict) -> None:
         """All of it or, where anything is not finite, nothing."""
-        if verdict.found_inf:
-            return
-        for index in gradients:
+        for index in () if verdict.found_inf else gradients:
             shard = self.shards[index]
             shard.step(self._hyper_of(shard.group), verdict.gradient_factor)

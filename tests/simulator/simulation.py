@@ -25,11 +25,12 @@ from benchmarks.emulation.virtual_pool import VirtualPool
 from superoffload.engine.bucket import GroupHyper, Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.master_halves import UpperHalves
+from superoffload.engine.moments import stored_numel
 from superoffload.engine.options import EngineOptions
 from superoffload.engine.schedule import Schedule, Situation
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import WorkerError
-from tests.simulator.plain import STATE, PlainModel, PlainShard, state_of, words, zero_moment
+from tests.simulator.plain import STATE, PlainModel, PlainShard, state_of, words
 
 _SIZES = (0, 1, 5, 64, 300, 700, 1024, 1025, 1500, 2100)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,6 +47,12 @@ _COUNTED = ("committed", "replayed", "undone", "skipped", "abandoned")
 
 class BrokenPromiseError(AssertionError):
     """Something that must never happen has happened."""
+
+
+def check_state(shard: Shard, expected: list[Tensor], otherwise: str) -> None:
+    for name, here, there in zip(STATE, state_of(shard), expected, strict=True):
+        if not torch.equal(words(here), words(there)):
+            raise BrokenPromiseError(f"{shard.name}: {name} {otherwise}")
 
 
 class _ByChance(Schedule):
@@ -72,19 +79,8 @@ class _Snapshot:
 
     def protect(self, shards: Iterable[Shard]) -> None:
         for shard in shards:
-            then = self._then.pop(shard.index, None)
-            if then is not None:
-                self._compare(shard, then)
-
-    def finish(self, shards: Iterable[Shard]) -> None:
-        """What ``protect`` was not asked about has not changed."""
-        self.protect(shards)
-
-    @staticmethod
-    def _compare(shard: Shard, then: list[Tensor]) -> None:
-        for name, now, old in zip(STATE, state_of(shard), then, strict=True):
-            if not torch.equal(words(now), words(old)):
-                raise BrokenPromiseError(f"{shard.name}: {name} changed before a snapshot's reader was asked")
+            if (then := self._then.pop(shard.index, None)) is not None:
+                check_state(shard, then, "changed before a snapshot's reader was asked")
 
 
 class Simulation:
@@ -115,15 +111,9 @@ class Simulation:
     def _options(self) -> EngineOptions:
         kind = self.chance.random()
         schedule = _ByChance(self.chance) if kind < 0.6 else Schedule("adaptive" if kind < 0.9 else "never")
-        return EngineOptions(
-            schedule.mode,
-            self.chance.choice((1024, 1024, 2048)),
-            [-1],
-            two_phase=True,
-            schedule=schedule,
-            clock=self.clock.seconds,
-            pool=self.pool,
-        )
+        bucket_numel = self.chance.choice((1024, 1024, 2048))
+        mocks: dict[str, Any] = {"schedule": schedule, "clock": self.clock.seconds, "pool": self.pool}
+        return EngineOptions(schedule.mode, bucket_numel, [-1], two_phase=True, **mocks)
 
     def _delay(self, size: int = 0) -> float:
         return self.chance.choice((0.0, 1.0, 1.0, 5.0)) * self.chance.random()
@@ -132,24 +122,20 @@ class Simulation:
         gradient_dtype, published_dtype = self.chance.choice(_DTYPES), self.chance.choice(_DTYPES)
         split = published_dtype == torch.bfloat16 and self.seed % 2 == 1
         groups, shards = self.chance.randint(1, 2), []
+        moments = (torch.float32, torch.bfloat16, torch.uint8)[self.seed // 10 % 3]
         for index in range(self.chance.randint(1, 5)):
             numel = self.chance.choice(_SIZES)
             published = self._random(numel, published_dtype)
+            first, second = (torch.zeros(stored_numel(numel, moments), dtype=moments) for _ in range(2))
             shards.append(
                 Shard(
-                    index=index,
-                    name=f"shard {index}",
-                    group=index % groups,
-                    numel=numel,
-                    gradient_dtype=gradient_dtype,
-                    published_dtype=published_dtype,
+                    index=index, name=f"shard {index}", group=index % groups, numel=numel,
+                    gradient_dtype=gradient_dtype, published_dtype=published_dtype,
                     master=torch.zeros(numel, dtype=torch.int16) if split else published.float().clone(),
-                    exp_avg=zero_moment(self.seed, numel),
-                    exp_avg_sq=zero_moment(self.seed, numel),
-                    target=lambda published=published: published,  # type: ignore[misc]
+                    exp_avg=first, exp_avg_sq=second, target=partial(lambda it: it, published),
                     upper=UpperHalves(published) if split else None,
                 )
-            )
+            )  # fmt: skip
         self.engine.layout.add_shards(shards)
 
     def _random(self, numel: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -257,12 +243,8 @@ class Simulation:
             if not self.engine.has_gradient(shard):  # it was refused for what had failed before
                 self._call(f"arrive {shard.index} again", arrive)
         self._undelivered.pop(shard.index, None)
-        if all(bucket.missing == 0 for bucket in self.engine.buckets if self._is_in(shard, bucket)):
+        if all(bucket.missing == 0 for bucket in self.engine.layout.buckets_of(shard)):
             theirs.fill_(7.0)  # packed: what the memory holds from now on does not count
-
-    @staticmethod
-    def _is_in(shard: Shard, bucket: object) -> bool:
-        return any(piece.shard is shard for piece in bucket.pieces)  # type: ignore[attr-defined]
 
     def _retract(self, shard: Shard) -> None:
         self._call(f"retract {shard.index}", lambda: self.engine.retract(shard))
@@ -273,10 +255,8 @@ class Simulation:
         unscale, max_grad_norm = self._expected if self._happens(0.8) else (0.25, self.chance.choice(_CLIPS))
         expected = plain.decide(gradients, unscale, max_grad_norm)
         found: list[Verdict] = []
-        if not self._call(
-            f"decide, clipping at {max_grad_norm}",
-            lambda: found.append(engine.decide(unscale=unscale, max_grad_norm=max_grad_norm)),
-        ):
+        decide = partial(engine.decide, unscale=unscale, max_grad_norm=max_grad_norm)
+        if not self._call(f"decide, clipping at {max_grad_norm}", lambda: found.append(decide())):
             return  # a gradient was lost: abandoned
         self._undelivered.clear()
         self._must(repr(found[0]) == repr(expected), f"verdict {found[0]}, expected {expected}")
@@ -295,10 +275,8 @@ class Simulation:
     # ---- what else may happen at any time ---------------------------------------------------------------------
 
     def _meanwhile(self, probability: float) -> None:
-        if not self._happens(probability):
-            return
-        action = self.chance.choice((self._look, self._look, self._write, self._new_hyper, self._snap, self._settle))
-        action()
+        if self._happens(probability):
+            self.chance.choice((self._look, self._look, self._write, self._new_hyper, self._snap, self._settle))()
 
     def _look(self) -> None:
         """A reader wants the state of the last finished step."""
@@ -334,7 +312,7 @@ class Simulation:
             return
         self._undelivered.clear()
         if self._snapshot is not None:
-            self._snapshot.finish(self.engine.shards)
+            self._snapshot.protect(self.engine.shards)  # what it was not asked about has not changed
         stands_for: Any = _Snapshot(self.engine.shards)
         self._snapshot = stands_for
         self.engine.snapshots.open.clear()
@@ -366,23 +344,16 @@ class Simulation:
     def _check_published(self, shard: Shard) -> None:
         """Only ``apply`` changes a parameter; on demand, its readers see the old value until they ask."""
         seen, plain = shard.target(), self.plain.shards[shard.index]
-        if torch.equal(words(seen), words(plain.published)):
-            return
-        old = self._undelivered.get(shard.index)
-        if old is None or not self._is_between(seen, old, plain.published):
-            raise BrokenPromiseError(f"{shard.name}: a parameter is neither the old one nor the new one")
-
-    @staticmethod
-    def _is_between(seen: Tensor, old: Tensor, new: Tensor) -> bool:
-        """A shard in several buckets is delivered bucket by bucket."""
-        return bool(((words(seen) == words(old)) | (words(seen) == words(new))).all())
+        old = self._undelivered.get(shard.index, plain.published)
+        now, then, new = map(words, (seen, old, plain.published))
+        # A shard in several buckets is delivered bucket by bucket.
+        both = ((now == then) | (now == new)).all()
+        self._must(bool(both), f"{shard.name}: a parameter is neither the old one nor the new one")
 
     def _compare(self, shard: Shard, plain: PlainShard, *, published: bool = True) -> None:
-        for name, here, there in zip(STATE, state_of(shard), plain.state(), strict=True):
-            if not torch.equal(words(here), words(there)):
-                raise BrokenPromiseError(f"{shard.name}: {name} is not that of the plain model")
-        if published and not torch.equal(words(shard.target()), words(plain.published)):
-            raise BrokenPromiseError(f"{shard.name}: the published parameter is not that of the plain model")
+        check_state(shard, plain.state(), "is not that of the plain model")
+        same = not published or torch.equal(words(shard.target()), words(plain.published))
+        self._must(same, f"{shard.name}: the published parameter is not that of the plain model")
 
     def _end(self) -> None:
         """At the end nothing runs, every failure was told once, and the state is that of the last step."""
@@ -392,7 +363,7 @@ class Simulation:
         self._call("close", self.engine.close)
         self.clock.run_dry()
         if self._snapshot is not None:
-            self._snapshot.finish(self.engine.shards)
+            self._snapshot.protect(self.engine.shards)  # what it was not asked about has not changed
         for shard, plain in zip(self.engine.shards, self.plain.shards, strict=True):
             self._compare(shard, plain)
         # A lost copy of a gradient that was taken back is no failure; lost ones that were needed change the bits.

@@ -114,13 +114,3 @@ def test_planted_bugs_are_found(bug: str) -> None:
     owner, name, instead = BUGS[bug]
     with mock.patch.object(owner, name, instead), pytest.raises(BrokenPromiseError, match=r"--seed \d+"):
         simulate(range(600), 3, quiet)
-
-
-def test_a_failure_is_repeated_by_its_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch.object(Finisher, "finish", commits_whatever_the_verdict):
-        with pytest.raises(BrokenPromiseError) as first:
-            simulate(range(100), 3, quiet)
-        seed = int(str(first.value).partition("--seed ")[2].split()[0])
-        with pytest.raises(BrokenPromiseError) as second:
-            simulate(range(seed, seed + 1), 3, quiet)
-    assert str(first.value) == str(second.value)

@@ -8,7 +8,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -82,13 +82,13 @@ class Reordered(nn.Module):
         return found
 
 
-def batch(model: nn.Module, seed: int, scale: float = 1.0) -> Tensor:
+def batch(model: nn.Module, seed: int, scale: float = 1.0, call: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """The loss of a random batch; the same for the same weights and seed."""
     generator = torch.Generator().manual_seed(seed)
     dtype = next(model.parameters()).dtype
     x = (scale * torch.randn(8, 16, generator=generator)).to(dtype)
     y = torch.randn(8, 4, generator=generator).to(dtype)
-    loss: Tensor = (model(x) - y).square().mean()
+    loss: Tensor = ((call or model)(x) - y).square().mean()
     return loss
 
 
@@ -153,35 +153,33 @@ def assert_trained_alike(ours: nn.Module, theirs: nn.Module) -> None:
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-5, atol=1e-6)
 
 
-def worker_threads() -> list[int]:
+def worker_threads() -> set[int]:
     """Task ids of the worker threads of this process, by their names; none where there is no /proc."""
-    found = []
+    found = set()
     for task in Path("/proc/self/task").glob("*"):
-        try:
-            name = (task / "comm").read_text()
-        except OSError:  # ended meanwhile
-            continue
-        if name.startswith("superoffload-"):
-            found.append(int(task.name))
+        with suppress(OSError):  # ended meanwhile
+            if (task / "comm").read_text().startswith("superoffload-"):
+                found.add(int(task.name))
+    return found
+
+
+def _worker_threads_once(hold: Callable[[set[int]], bool]) -> set[int]:
+    """Soon: a thread names itself after it has begun, and is in the kernel's list for a while after join()."""
+    until = time.monotonic() + 60
+    while not hold(found := worker_threads()):
+        assert time.monotonic() < until, found
+        time.sleep(0.001)
     return found
 
 
 def assert_worker_threads(expected: set[int]) -> None:
-    """These worker threads and no others, soon: the kernel takes an ended thread from its list after join() returns."""
-    until = time.monotonic() + 60
-    while set(worker_threads()) != expected and time.monotonic() < until:
-        time.sleep(0.001)
-    assert set(worker_threads()) == expected
+    """These worker threads and no others."""
+    _worker_threads_once(lambda found: found == expected)
 
 
 def worker_threads_when(count: int) -> set[int]:
-    """The worker threads once there are so many: a thread names itself after it has begun."""
-    until = time.monotonic() + 60
-    while len(worker_threads()) != count and time.monotonic() < until:
-        time.sleep(0.001)
-    found = set(worker_threads())
-    assert len(found) == count
-    return found
+    """The worker threads once there are so many."""
+    return _worker_threads_once(lambda found: len(found) == count)
 
 
 @contextmanager

@@ -24,27 +24,18 @@ class Dispatched(TorchDispatchMode):
 
 
 @contextmanager
-def default_device() -> Iterator[None]:
-    torch.set_default_device("meta")
+def default(kind: str, value: Any, before: Any) -> Iterator[None]:
+    getattr(torch, f"set_default_{kind}")(value)
     try:
         yield
     finally:
-        torch.set_default_device(None)
-
-
-@contextmanager
-def default_dtype() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
+        getattr(torch, f"set_default_{kind}")(before)
 
 
 MODES: dict[str, Mode] = {
     "device context": lambda: torch.device("meta"),
-    "default device": default_device,
-    "default dtype": default_dtype,
+    "default device": lambda: default("device", "meta", None),
+    "default dtype": lambda: default("dtype", torch.float64, torch.float32),
     "inference_mode": torch.inference_mode,
     "no_grad": torch.no_grad,
     "detect_anomaly": lambda: torch.autograd.detect_anomaly(check_nan=False),

@@ -8,39 +8,27 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tests.support.checkout import ROOT
+from tests.support.checkout import ROOT, compiled
 
-SOURCE = ROOT / "csrc" / "tests" / "disk_faults.cpp"
-LIBRARY = ROOT / "build" / "tests" / "libdiskfaults.so"
 KILL, TEAR, SHORT = -1, -2, -3  # the call is the last; half of a write is; half of a write, and on
 KILLED = 77  # the status of a process that a fault has ended
 
 
-def build() -> Path:
-    """Compiles the library where it is not there yet."""
-    if not LIBRARY.exists() or LIBRARY.stat().st_mtime < SOURCE.stat().st_mtime:
-        LIBRARY.parent.mkdir(parents=True, exist_ok=True)
-        fresh = LIBRARY.with_suffix(f".{os.getpid()}")
-        flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"]
-        command = [os.environ.get("CXX", "g++"), *flags, str(SOURCE), "-o", str(fresh), "-ldl"]
-        subprocess.run(command, check=True, timeout=240)
-        fresh.replace(LIBRARY)
-    return LIBRARY
-
-
 def run(module: str, *arguments: str, limit: float) -> subprocess.CompletedProcess[str]:
     """``python -m module`` with the library."""
-    environment = {**os.environ, "LD_PRELOAD": str(build()), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": str(compiled("libdiskfaults.so", ["csrc/tests/disk_faults.cpp"])),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", module, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit)
 
 
-@dataclass
-class Record:
+class Record(NamedTuple):
     """What a program did below a folder while it was watched."""
 
     calls: list[tuple[str, str, bool]]  # kind, path, whether it needs space; in the order in which a fault counts them

@@ -6,8 +6,7 @@ import ctypes
 import fcntl
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -48,23 +47,16 @@ def grid_for(kernel: str, blocks: int) -> int:
     return max(1, -(-blocks // BLOCKS_PER_CUDA_BLOCK[kernel.partition("_")[0]]))
 
 
-@contextmanager
-def only_one(name: str) -> Iterator[None]:
-    """One process at a time, of those that run tests side by side."""
-    path = ROOT / "build" / "tests" / f"{name}.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed, or the process has ended
-        yield
-
-
 @cache
 def library_path() -> Path:
     """The shared library that exports ``emulate_launch`` (csrc/tests/emulated_kernels.cpp)."""
     if shutil.which("make") is None or shutil.which("g++") is None:
         pytest.skip("needs make and g++ to build the emulated kernels")
     command = ["make", "--silent", "--no-print-directory", "-f", "csrc/tests/Makefile", "emulated"]
-    with only_one("emulated"):
+    lock = ROOT / "build" / "tests" / "emulated.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # processes that run tests side by side build it one after the other
         shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert shown.returncode == 0, shown.stderr
     return ROOT / shown.stdout.split()[-1]

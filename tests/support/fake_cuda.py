@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,32 +26,40 @@ from superoffload.host.bits import BitSums, Sums
 from superoffload.links.base import PackTicket
 from superoffload.links.cuda.link import CudaLink, CudaOptions
 from superoffload.links.host import HostLink
-from tests.support.checkout import ROOT
+from tests.support.checkout import compiled
 from tests.support.emulated_kernels import library_path
-from tests.support.fake_memory import Memory
 
-LIBRARY = ROOT / "build" / "tests" / "libfakecuda.so"
 _SOURCES = [f"csrc/tests/fake_{name}.cpp" for name in ("cuda", "device", "kernels", "controls")]
 _HEADERS = [
     *(f"csrc/tests/fake_{name}.h" for name in ("device", "kernels")),
     *(f"csrc/{name}" for name in ("cuda/driver.h", "cuda/device_bucket.h", "arm_adam/lanes_scalar.h")),
 ]
-_FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
 _GARBAGE = 0x7F  # a byte; of these every format makes large values
 
 IMAGE = b"kernels"  # the fake knows its kernels by name
+# csrc/tests/fake_controls.cpp: name -> result, arguments
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+_FUNCTIONS: dict[str, Sequence[Any]] = {
+    "stream": [_POINTER],
+    "synchronize": [None, _POINTER],
+    "sleep": [None, _POINTER, ctypes.c_double],
+    "write": [None, *[_POINTER] * 3, _SIZE],
+    "read": [None, *[_POINTER] * 3, _SIZE],
+    "reset": [None],
+    "delays": [None, ctypes.c_uint64, ctypes.c_double],
+    "drop_waits": [None, _POINTER, _POINTER],
+    "fail": [None, ctypes.c_char_p, ctypes.c_int, ctypes.c_int],
+    "break": [None, ctypes.c_int],
+    "write_values": [None, ctypes.c_int],
+    "registrable": [None, _SIZE],
+    "registered_bytes": [_SIZE],
+    "calls": [ctypes.c_long, ctypes.c_char_p],
+    "mismatches": [ctypes.c_long],
+}
 
 
 def build() -> Path:
-    """Compiles the fake where it is not there yet."""
-    made = max((ROOT / source).stat().st_mtime for source in _SOURCES + _HEADERS)
-    if not LIBRARY.exists() or LIBRARY.stat().st_mtime < made:
-        LIBRARY.parent.mkdir(parents=True, exist_ok=True)
-        fresh = LIBRARY.with_suffix(f".{os.getpid()}")
-        command = [os.environ.get("CXX", "g++"), *_FLAGS, "-Icsrc", *_SOURCES, "-o", str(fresh), "-ldl"]
-        subprocess.run(command, cwd=ROOT, check=True, timeout=240)
-        fresh.replace(LIBRARY)
-    return LIBRARY
+    return compiled("libfakecuda.so", _SOURCES, _HEADERS, ["-ffp-contract=off", "-pthread", "-Icsrc"])
 
 
 class Fake:
@@ -62,10 +69,9 @@ class Fake:
         self.library = str(build())
         os.environ["FAKE_CUDA_KERNELS"] = str(library_path())  # read by the fake at the first launch
         self._functions = ctypes.CDLL(self.library)
-        self._functions.fake_cuda_stream.restype = ctypes.c_void_p
-        self._functions.fake_cuda_calls.restype = ctypes.c_long
-        self._functions.fake_cuda_mismatches.restype = ctypes.c_long
-        self._functions.fake_cuda_registered_bytes.restype = ctypes.c_size_t
+        for name, (result, *arguments) in _FUNCTIONS.items():
+            function = getattr(self._functions, f"fake_cuda_{name}")
+            function.restype, function.argtypes = result, arguments
         self._streams: list[int] = []  # that may have work left
         self._devices: list[FakeDevice] = []  # with memory for that work
         self.current = self.make_stream()
@@ -95,64 +101,85 @@ class Fake:
         self._streams = [self.current]
         self._devices.clear()
 
-    def reset(self) -> None:
-        self._functions.fake_cuda_reset()
-
-    def delays(self, seed: int, microseconds: float) -> None:
-        self._functions.fake_cuda_delays(ctypes.c_uint64(seed), ctypes.c_double(microseconds))
+    def __getattr__(self, name: str) -> Any:
+        """Such as ``delays(seed, microseconds)``: the function ``fake_cuda_delays``."""
+        plain = {"breaks": "break", "writes_values": "write_values"}.get(name, name)  # of which one is a keyword
+        if plain not in _FUNCTIONS:
+            raise AttributeError(name)
+        return getattr(self._functions, f"fake_cuda_{plain}")
 
     def fail(self, symbol: str, result: int, calls: int = 0) -> None:
         self._functions.fake_cuda_fail(symbol.encode(), calls, result)
 
-    def breaks(self, result: int) -> None:
-        self._functions.fake_cuda_break(result)
-
-    def writes_values(self, supported: bool) -> None:
-        self._functions.fake_cuda_write_values(int(supported))
-
-    def registrable(self, nbytes: int) -> None:
-        self._functions.fake_cuda_registrable(ctypes.c_size_t(nbytes))
-
-    def drop_waits(self, later: int, earlier: int) -> None:
-        self._functions.fake_cuda_drop_waits(ctypes.c_void_p(later), ctypes.c_void_p(earlier))
-
     def synchronize(self, stream: int | None = None) -> None:
-        self._functions.fake_cuda_synchronize(ctypes.c_void_p(stream or self.current))
+        self._functions.fake_cuda_synchronize(stream or self.current)
 
     def sleep(self, microseconds: float, stream: int | None = None) -> None:
-        self._functions.fake_cuda_sleep(ctypes.c_void_p(stream or self.current), ctypes.c_double(microseconds))
+        self._functions.fake_cuda_sleep(stream or self.current, microseconds)
 
     def write(self, stream: int, target: Tensor, source: Tensor) -> None:
-        self._functions.fake_cuda_write(
-            ctypes.c_void_p(stream),
-            ctypes.c_void_p(target.data_ptr()),
-            ctypes.c_void_p(source.data_ptr()),
-            _size(target),
-        )
+        self._functions.fake_cuda_write(stream, target.data_ptr(), source.data_ptr(), target.nbytes)
 
     def read(self, stream: int, tensor: Tensor, expected: Tensor | None = None) -> None:
         """It must then hold what ``expected``, or else itself, holds now."""
         source = tensor if expected is None else expected
-        self._functions.fake_cuda_read(
-            ctypes.c_void_p(stream),
-            ctypes.c_void_p(tensor.data_ptr()),
-            ctypes.c_void_p(source.data_ptr()),
-            _size(tensor),
-        )
+        self._functions.fake_cuda_read(stream, tensor.data_ptr(), source.data_ptr(), tensor.nbytes)
 
     def calls(self, symbol: str) -> int:
         return int(self._functions.fake_cuda_calls(symbol.encode()))
-
-    def registered_bytes(self) -> int:
-        return int(self._functions.fake_cuda_registered_bytes())
 
     @property
     def mismatches(self) -> int:
         return int(self._functions.fake_cuda_mismatches())
 
 
-def _size(tensor: Tensor) -> ctypes.c_size_t:
-    return ctypes.c_size_t(tensor.numel() * tensor.element_size())
+class Memory:
+    """What an allocator counts: bytes that are in use, in its units, and the most of them at a time."""
+
+    def __init__(self) -> None:
+        self.active = 0
+        self.peak = 0
+        self.prompt = False  # what was released to another stream is free at once, and not at the end of the step
+        self._late: list[int] = []
+        self._gradients: dict[int, list[int]] = {}  # address -> bytes that are needed, bytes in all
+
+    def take(self, nbytes: int) -> None:
+        self.active += allocated(nbytes)
+        self.peak = max(self.peak, self.active)
+
+    def give(self, nbytes: int) -> None:
+        self.active -= allocated(nbytes)
+
+    def take_gradient(self, gradient: Tensor) -> None:
+        """What is added to one that is there already takes nothing."""
+        if gradient.data_ptr() in self._gradients:
+            return
+        nbytes = gradient.numel() * gradient.element_size()
+        self._gradients[gradient.data_ptr()] = [nbytes, nbytes]
+        self.take(nbytes)
+
+    def free_of_gradient(self, gradient: int, nbytes: int, *, later: bool) -> None:
+        """A part of it; the last one frees the whole. ``later``: at a time that the program does not know."""
+        left = self._gradients.get(gradient)
+        if left is None:
+            return
+        left[0] -= nbytes
+        if left[0] == 0:
+            del self._gradients[gradient]
+            if later and not self.prompt:
+                self._late.append(left[1])
+            else:
+                self.give(left[1])
+
+    def step_ended(self) -> None:
+        for nbytes in self._late:
+            self.give(nbytes)
+        self._late.clear()
+
+
+def allocated(nbytes: int) -> int:
+    """What torch's allocator makes of it."""
+    return -(-nbytes // 512) * 512
 
 
 class FakeDevice:
@@ -274,16 +301,11 @@ class LateLink(CudaLink):
         kept = not self.frees_gradients or any(piece.shard.keeps_gradient for piece in bucket.pieces)
         if kept:
             fake.synchronize()  # we read them here, perhaps for the second time, as no program would
-        freed = self.frees_gradients
-        parts = [  # a gradient may span buckets
-            (
-                grad,
-                grad.detach().view(-1)[piece.start : piece.start + piece.numel],
-                not freed or piece.shard.keeps_gradient,
-            )
-            for piece, grad in zip(bucket.pieces, grads, strict=True)
-            if grad is not None
-        ]
+        parts = []  # a gradient may span buckets
+        for piece, grad in zip(bucket.pieces, grads, strict=True):
+            if grad is not None:
+                part = grad.detach().view(-1)[piece.start : piece.start + piece.numel]
+                parts.append((grad, part, not self.frees_gradients or piece.shard.keeps_gradient))
         late = []
         for grad, part, theirs in parts:
             late.append((part, part.clone(), theirs))

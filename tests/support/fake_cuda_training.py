@@ -17,8 +17,7 @@ from superoffload import AdamW
 from superoffload.engine.bucket import Shard
 from superoffload.engine.engine import Engine
 from tests.support.adamw_training import model_of, train
-from tests.support.fake_cuda import Fake, FakeDevice, LateLink, on_fake_device, on_host
-from tests.support.fake_memory import allocated
+from tests.support.fake_cuda import Fake, FakeDevice, LateLink, allocated, on_fake_device, on_host
 
 LATE = 1500  # microseconds: up to so much later than enqueued; a step of these models takes about as long
 OPTIONS: dict[str, Any] = {"speculation": "always", "threads": 2, "bucket_numel": 1024}

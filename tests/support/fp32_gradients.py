@@ -52,13 +52,8 @@ class Fused(torch.autograd.Function):
 
 def precise_loss(model: nn.Module, seed: int) -> Tensor:
     """Of a random batch."""
-    generator = torch.Generator().manual_seed(seed)
-    dtype = next(model.parameters()).dtype
-    x = torch.randn(8, 16, generator=generator).to(dtype)
-    y = torch.randn(8, 4, generator=generator).to(dtype)
     ways = {name: getattr(param, "way", Precise).apply(param) for name, param in model.named_parameters()}
-    loss: Tensor = (torch.func.functional_call(model, ways, (x,)) - y).square().mean()
-    return loss
+    return batch(model, seed, call=lambda x: torch.func.functional_call(model, ways, (x,)))
 
 
 def parameters_of(model: nn.Module) -> list[Any]:
@@ -70,14 +65,15 @@ def as_it_is(_: nn.Module) -> None:
     """The model as it is."""
 
 
-def declared(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.grad_dtype = torch.float32
+def _declares(dtype: torch.dtype | None) -> Source:
+    def declare(model: nn.Module) -> None:
+        for param in parameters_of(model):
+            param.grad_dtype = dtype
+
+    return declare
 
 
-def of_any_dtype(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.grad_dtype = None
+declared, of_any_dtype = _declares(torch.float32), _declares(None)
 
 
 def with_main_grad(param: Any) -> None:

@@ -53,14 +53,9 @@ class GuardedSpan:
     """A kernel span over guarded arrays, each misaligned in its own way; with split masters if published as "split"."""
 
     def __init__(
-        self,
-        old: State,
-        gradient: npt.NDArray[Any],
-        published: str,
-        start: int = 0,
-        arena_bytes: int | None = None,
+        self, old: State, gradient: npt.NDArray[Any], published: str, start: int = 0, arena_bytes: int | None = None,
         **placed: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``placed``: the noise stream of bf16 moments and the index of the first element, as the span takes them."""
         length = gradient.size
         self.split = published == "split"
@@ -76,12 +71,9 @@ class GuardedSpan:
             "shadow": Guarded(shadow, (3 * start) % 16),
         }
         arrays: dict[str, Any] = {name: part.array for name, part in self._parts.items()}
-        self.span = numpy_kernels.Span(
-            **arrays,
-            **placed,
-            arena_bytes=32 * length + 256 * (length // 1024 + 1) if arena_bytes is None else arena_bytes,
-            past_cache=length % 2 == 0,  # half of all tests
-        )
+        arena_bytes = 32 * length + 256 * (length // 1024 + 1) if arena_bytes is None else arena_bytes
+        past_cache = length % 2 == 0  # half of all tests
+        self.span = numpy_kernels.Span(**arrays, **placed, arena_bytes=arena_bytes, past_cache=past_cache)
 
     @property
     def state(self) -> State:

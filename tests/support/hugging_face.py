@@ -19,28 +19,14 @@ with contextlib.suppress(ImportError):
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 NEEDS = "needs transformers: pip install 'superoffload[transformers]'"
 SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
 
 BASIC: dict[str, Any] = {
-    "per_device_train_batch_size": 4,
-    "learning_rate": 3e-3,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "optim": "adamw_torch",
-    "seed": 3,
-}
+    "per_device_train_batch_size": 4, "learning_rate": 3e-3, "logging_steps": 1, "save_strategy": "no",
+    "report_to": "none", "use_cpu": True, "disable_tqdm": True, "optim": "adamw_torch", "seed": 3,
+}  # fmt: skip
 
 
 def model_of(family: str = "llama", dtype: torch.dtype = torch.float32, layers: int = 2) -> Any:
@@ -114,18 +100,22 @@ GENERATING: dict[str, Any] = {
 
 
 def sft(folder: Path | str, model: Callable[[], Any], **options: Any) -> Any:
-    import datasets
     import trl
 
     sequences = [Counting()[i]["input_ids"].tolist() for i in range(64)]
-    basic = {**BASIC, **PLAIN, "max_steps": 4, "dataset_kwargs": {"skip_prepare_dataset": True}}
-    args = trl.SFTConfig(output_dir=str(folder), **{**basic, **options})
-    return trl.SFTTrainer(
-        model=model(),
-        args=args,
-        train_dataset=datasets.Dataset.from_dict({"input_ids": sequences, "labels": sequences}),
-        processing_class=tokenizer_of(),
-    )
+    basic = {"max_steps": 4, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    kinds = trl.SFTConfig, trl.SFTTrainer
+    return _trl(kinds, folder, model, {"input_ids": sequences, "labels": sequences}, {**basic, **options})
+
+
+def _trl(
+    kinds: tuple[Any, Any], folder: Path | str, model: Callable[[], Any], data: Any, options: Any, **more: Any
+) -> Any:
+    import datasets
+
+    args = kinds[0](output_dir=str(folder), **{**BASIC, **PLAIN, **options})
+    given = datasets.Dataset.from_dict(data)
+    return kinds[1](model=model(), args=args, train_dataset=given, processing_class=tokenizer_of(), **more)
 
 
 def even_tokens(completion_ids: Sequence[Sequence[int]], **others: Any) -> list[float]:
@@ -137,14 +127,7 @@ def generating(kind: str, folder: Path | str, model: Callable[[], Any], **option
     import datasets
     import trl
 
-    config, trainer = {"GRPO": (trl.GRPOConfig, trl.GRPOTrainer), "RLOO": (trl.RLOOConfig, trl.RLOOTrainer)}[kind]
-    prompts = datasets.Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(2, 60)]})
-    args = config(output_dir=str(folder), **{**BASIC, **PLAIN, **GENERATING, **options})
-    return trainer(
-        model=model(),
-        reward_funcs=even_tokens,
-        args=args,
-        train_dataset=prompts,
-        eval_dataset=prompts.select(range(2)),
-        processing_class=tokenizer_of(),
-    )
+    kinds = {"GRPO": (trl.GRPOConfig, trl.GRPOTrainer), "RLOO": (trl.RLOOConfig, trl.RLOOTrainer)}[kind]
+    prompts = {"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(2, 60)]}
+    more = {"reward_funcs": even_tokens, "eval_dataset": datasets.Dataset.from_dict(prompts).select(range(2))}
+    return _trl(kinds, folder, model, prompts, {**GENERATING, **options}, **more)

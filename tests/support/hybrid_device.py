@@ -6,7 +6,7 @@ Needs megatron-core. Every copy is done when it is asked for, as if each stream 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
@@ -23,19 +23,10 @@ class DeviceParameter(nn.Parameter):
 
 
 class _Stream:
-    """Stands for a stream and for the events that it records."""
+    """Stands for a stream and for the events that it records: nothing is to be waited for."""
 
-    def wait_stream(self, other: _Stream) -> None:
-        """Has nothing to wait for."""
-
-    def record_event(self) -> _Stream:
-        return self
-
-    def wait(self, stream: _Stream) -> None:
-        """Has nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Has nothing to wait for."""
+    def __getattr__(self, name: str) -> Callable[..., _Stream]:
+        return lambda *_: self
 
 
 @contextmanager
@@ -70,20 +61,11 @@ def set_gradients(params: Sequence[nn.Parameter], step: int) -> None:
 
 def hybrid(cpu_class: type, params: Any, **options: Any) -> Any:
     """Makes the optimizer with the arguments of ``get_megatron_optimizer``, and what ``options`` changes of them."""
-    arguments = {
-        "offload_fraction": 1.0,
-        "cpu_optimizer_cls": cpu_class,
-        "gpu_optimizer_cls": torch.optim.AdamW,
-        "overlap_cpu_optimizer_d2h_h2d": True,
-        "pin_cpu_grads": False,
-        "pin_cpu_params": False,
-        "param_update_in_fp32": True,
-        "lr": 1e-3,
-        "weight_decay": 0.1,
-        "betas": (0.9, 0.95),
-        "eps": 1e-8,
-        "bias_correction": True,
-        "fused": True,
-    }
+    arguments: dict[str, Any] = {
+        "offload_fraction": 1.0, "cpu_optimizer_cls": cpu_class, "gpu_optimizer_cls": torch.optim.AdamW,
+        "overlap_cpu_optimizer_d2h_h2d": True, "pin_cpu_grads": False, "pin_cpu_params": False,
+        "param_update_in_fp32": True, "lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8,
+        "bias_correction": True, "fused": True,
+    }  # fmt: skip
     module = megatron("megatron.core.optimizer.cpu_offloading.hybrid_optimizer")
     return module.HybridDeviceOptimizer(params, **{**arguments, **options})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from superoffload import AdamW
-from tests.support.rank_processes import mesh_of, tokens_of
+from tests.convergence.engines import put_nan
+from tests.convergence.meshes import mesh_of
+from tests.support.rank_processes import loss_of as loss_of
 
 VOCABULARY, WIDTH, HIDDEN, EXPERTS = 29, 12, 24, 6  # torch itself needs an even hidden size
 
@@ -70,8 +71,7 @@ class Model(nn.Module):
         return logits
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How the model lies over the ranks: the sizes of the mesh, and what each cuts."""
 
     replicas: int = 1
@@ -83,10 +83,6 @@ class Layout:
     @property
     def ranks(self) -> int:
         return self.replicas * self.shards * self.tensor * self.experts
-
-    @property
-    def has_experts(self) -> bool:
-        return self.experts > 1
 
 
 LAYOUTS = {
@@ -103,13 +99,13 @@ LAYOUTS = {
 
 def whole_model(layout: Layout, dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
     torch.manual_seed(seed)
-    return Model(experts=layout.has_experts).to(dtype)
+    return Model(experts=layout.experts > 1).to(dtype)
 
 
 def laid_out(layout: Layout, dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
     """The model over all ranks."""
     model = whole_model(layout, dtype, seed)
-    if layout.has_experts:
+    if layout.experts > 1:
         return _with_experts(model, layout)
     mesh = mesh_of(layout.replicas, layout.shards, layout.tensor, names=("replicate", "shard", "tensor"))
     if layout.tensor > 1:
@@ -158,13 +154,6 @@ def _with_experts(model: Model, layout: Layout) -> Model:
 def rows(layout: Layout, rank: int) -> int:
     """The rows of the batch that a rank has: ranks that hold parts of one replica of the model have the same ones."""
     return rank // (layout.tensor * layout.experts)
-
-
-def loss_of(model: nn.Module, seed: int, part: int) -> Tensor:
-    tokens = tokens_of(seed, part)
-    logits = model(tokens[:, :-1])
-    whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
-    return nn.functional.cross_entropy(whole.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def whole(value: Any) -> Tensor:
@@ -233,7 +222,7 @@ def run(
         optimizer.max_grad_norm = 50.0
         backward(step)
         if step == 3:
-            poison(poisoned)
+            put_nan(poisoned)
         else:
             in_double.append(norm())
         if step == 2:  # as late as this every bucket is speculated
@@ -243,12 +232,3 @@ def run(
             norms.append(optimizer.grad_norm)
     masters = {name: whole(optimizer.state[param]["master"]) for name, param in named}
     return Trained(norms, in_double, optimizer.state_digests(), masters, optimizer.stats())
-
-
-def poison(params: Iterable[nn.Parameter]) -> None:
-    """Puts a NaN into the first of these gradients that this rank has a part of."""
-    for param in params:
-        local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-        if local is not None and local.numel():
-            local.view(-1)[0] = math.nan
-            return

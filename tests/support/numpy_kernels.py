@@ -28,28 +28,17 @@ Moment = NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.uint8]
 class Span:
     """Steps a contiguous run of a bucket with its journal, on arrays that the caller owns.
 
-    ``master``: float32 [n]; ``exp_avg`` and ``exp_avg_sq``: float32 [n], or rounded stochastically: uint16 (bfloat16
-    bits) [n] or uint8 (codes, then the scale of each MOMENT_BLOCK of them) [n + ceil(n / 256)]; ``gradient`` and
-    ``shadow``: float32, float16 or uint16 (bfloat16 bits) [n]. An int16 ``master`` has the remainders of a split
-    master, whose upper halves are the uint16 ``shadow`` (docs/kernel.md). ``arena_bytes`` is the room for escapes; by
-    default every element may escape. ``placed``: ``noise_stream`` (seed and parameter) and the places of elements in
-    the whole parameter key the stochastic rounding: element 0 is that of ``first_index`` in a shard that begins at
-    ``start`` and lies along ``axes`` ((length, stride), the innermost first; (): it is one run). ``past_cache``: the
-    shadow, and with AVX-512 a journal's codes, may be stored past the processor's caches, which is faster for runs
-    that exceed them and changes no bit.
+    ``master``: float32 [n], or the int16 remainders of a split master, whose upper halves are the uint16 ``shadow``.
+    Moments: float32 [n], or rounded stochastically: uint16 (bfloat16 bits) [n] or uint8 (codes, then the scale of each
+    256 of them). ``gradient`` and ``shadow``: float32, float16 or uint16 [n]. ``arena_bytes`` is the room for escapes;
+    by default every element may escape. ``placed``: what ``_native.Run`` takes of ``noise_stream``, ``first_index``,
+    ``start`` and ``axes`` ((length, stride), the innermost first), which key the rounding, and ``past_cache``.
     """
 
     def __init__(
-        self,
-        master: NDArray[np.float32] | NDArray[np.int16],
-        exp_avg: Moment,
-        exp_avg_sq: Moment,
-        gradient: Array,
-        shadow: Array,
-        *,
-        arena_bytes: int | None = None,
-        **placed: Any,
-    ) -> None:
+        self, master: NDArray[np.float32] | NDArray[np.int16], exp_avg: Moment, exp_avg_sq: Moment, gradient: Array,
+        shadow: Array, *, arena_bytes: int | None = None, **placed: Any,
+    ) -> None:  # fmt: skip
         self._arrays = master, exp_avg, exp_avg_sq, gradient, shadow  # keeps the memory alive
         self._arena_bytes = 20 * len(master) + 64 if arena_bytes is None else arena_bytes
         scales_at = len(master) if exp_avg.dtype == np.uint8 else None
@@ -74,12 +63,14 @@ class Span:
         self._width = 0
         self._publishing = 2 if self._split else 1  # whose journal has room for the old upper halves
 
-    def _run(self, operation: _native.Operation, hyper: Hyper | None, width: int) -> bool:
-        work = self._works[width]
+    def _run(self, operation: _native.Operation, hyper: Hyper | None, width: int | None = None) -> bool:
+        """``width``: None stands for that of the journaled step."""
+        assert width or self._width, "no journaled step"
+        work = self._works[width or self._width]
         if hyper is not None:
             frozen = dict(vars(hyper))
             work.freeze(steps=[frozen.pop("step")], **frozen)
-        return bool(work.run_all(operation, width))
+        return bool(work.run_all(operation, width or self._width))
 
     def step(self, hyper: Hyper) -> None:
         """Steps master, moments and shadow. The journal of the step before can no longer be undone."""
@@ -88,21 +79,19 @@ class Span:
 
     def step_journaled(self, hyper: Hyper, width: int = 1) -> bool:
         """Steps with a journal of ``width`` bytes per code. False: the escapes do not fit, and nothing changed."""
-        self._width = 0
-        if self._run(_native.Operation.step_journaled, hyper, width):
-            self._width = width
+        self._width = width if self._run(_native.Operation.step_journaled, hyper, width) else 0
         return self._width != 0
 
     def undo(self) -> None:
         """Restores master and moments to their bits before the last journaled step. The shadow stays as it is, unless
         the master is split.
         """
-        self._run(_native.Operation.undo, None, self._journaled_width())
+        self._run(_native.Operation.undo, None)
         self._width = 0
 
     def replay(self, hyper: Hyper) -> None:
         """Undoes the last journaled step and steps with ``hyper`` in one pass over memory."""
-        self._run(_native.Operation.replay, hyper, self._journaled_width())
+        self._run(_native.Operation.replay, hyper)
         self._width = 0
 
     def publish(self, hyper: Hyper) -> None:
@@ -120,17 +109,13 @@ class Span:
     @property
     def journal_bytes(self) -> int:
         """Counts the bytes that the last journaled step used: codes, escapes and block table."""
-        return int(self._works[self._journaled_width()].journal_use().bytes)
+        return int(self._works[self._width].journal_use().bytes)
 
     @property
     def escapes(self) -> tuple[int, int, int]:
         """Counts the words of exp_avg, exp_avg_sq and master that the last journaled step kept whole."""
-        first, second, master = self._works[self._journaled_width()].journal_use().escapes
+        first, second, master = self._works[self._width].journal_use().escapes
         return int(first), int(second), int(master)
-
-    def _journaled_width(self) -> int:
-        assert self._width, "no journaled step"
-        return self._width
 
 
 def sum_of_squares(gradient: Array, out: Array | None = None) -> NDArray[np.float64]:

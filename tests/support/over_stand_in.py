@@ -1,12 +1,8 @@
 """Tests that run once more with their optimizers over the CUDA link and the fake driver (tests/support/fake_cuda.py).
 
-Those are the tests that fill the column "stand_in" of docs/compatibility.md. Gradients are freed as they are packed,
-as on a GPU, and a program reads parameters once its stream has come so far. A run counts only if a link was made and
-gradients went over it. The hooks that call this are in tests/conftest.py.
-
-What a cell says of gradients that are brought back is checked too: it is right, slower than what the docs recommend,
-and a cell that does not say so is of tests that bring none back. (Tests of checkpoints accumulate without
-accumulate(), on purpose, and their cells are about other things.)
+Those are the tests that fill the column "stand_in" of docs/compatibility.md, by the hooks in tests/conftest.py. A run
+counts only if a link was made and gradients went over it. Where a cell says that gradients are brought back, some are,
+and else none. (Tests of checkpoints accumulate without accumulate(), on purpose: their cells are about other things.)
 
 A step() over the link takes back what waits for a worker. Here it waits for that instead, so that what tests say of
 counters holds at any speed of the workers.

@@ -13,9 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from superoffload import AdamW
-from tests.convergence.tensor_parallel import parallelize
-from tests.support.meshes import LAYOUTS, VOCABULARY, WIDTH, Model, Trained, options_of, run, whole, whole_model
-from tests.support.rank_processes import mesh_of, tokens_of
+from superoffload.host.tensors import local_of
+from tests.convergence.meshes import mesh_of, parallelize
+from tests.support.meshes import LAYOUTS, WIDTH, Model, Trained, options_of, run, whole, whole_model
+from tests.support.rank_processes import Onward, Received, tokens_of
 
 # Stages x what each stage's two ranks do.
 WAYS = {"pp2": 2, "pp2 tied": 2, "pp2 x fsdp2": 4, "pp2 x tp2": 4, "pp2 x fsdp2 tied": 4}
@@ -90,38 +91,29 @@ class Pipeline:
 
     def backward(self, seed: int, part: int) -> None:
         tokens = tokens_of(seed, part)
-        dtype = next(self.stage.parameters()).dtype
-        shape = (len(tokens), tokens.shape[1] - 1, WIDTH)
-        if not self.last:
-            out = self.stage(tokens[:, :-1])
-            dist.send(out.detach().contiguous(), self.peer)
-            gradient = torch.empty(shape, dtype=dtype)
-            dist.recv(gradient, self.peer)
-            out.backward(gradient)
+        if self.last:
+            received = Received.apply(torch.zeros((), requires_grad=True), (*tokens[:, :-1].shape, WIDTH), self.peer)
+            logits = self.stage(received.to(next(self.stage.parameters()).dtype))
+            loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            dist.send(loss.detach().clone(), self.peer)
         else:
-            received = torch.empty(shape, dtype=dtype)
-            dist.recv(received, self.peer)
-            received.requires_grad_()
-            logits = self.stage(received)
-            nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
-            assert received.grad is not None and logits.shape[-1] == VOCABULARY
-            dist.send(received.grad.contiguous(), self.peer)
+            loss = Onward.apply(self.stage(tokens[:, :-1]), self.peer)
+        loss.backward()
         if is_tied(self.way):
             self._reduce_tied()
 
     def _reduce_tied(self) -> None:
         """Adds the gradients of both stages, in the same order on each."""
-        (param,) = (param for name, param in self.named() if name == "embedding.weight")
-        grad: Any = param.grad
-        local = grad.to_local() if hasattr(grad, "to_local") else grad
-        theirs = torch.empty_like(local)
-        first = not self.last
-        for sends in (first, not first):
+        tied: Any = dict(self.named())["embedding.weight"]
+        local = local_of(tied.grad)
+        both = [local.clone(), torch.empty_like(local)]
+        for sends in (not self.last, self.last):
             if sends:
-                dist.send(local.contiguous(), self.peer)
+                dist.send(both[0], self.peer)
             else:
-                dist.recv(theirs, self.peer)
-        local.copy_(local + theirs if first else theirs + local)
+                dist.recv(both[1], self.peer)
+        first, second = reversed(both) if self.last else both
+        local.copy_(first + second)
 
 
 def norm_in_double(pipeline: Pipeline) -> float:

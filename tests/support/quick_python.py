@@ -7,120 +7,85 @@ they are loaded (OMP_NUM_THREADS) is the server's, so that a server has one envi
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import json
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-_START = "from tests.support import quick_python as q; p = q.serve({socket}, {preload}); exec(*q.program(p, globals()))"
+_START = "from tests.support import quick_python as q; exec(*q.program(q.serve({preload}), globals()))"
 
 
 class QuickPython:
-    """``run([...])`` is ``subprocess.run([sys.executable, ...], capture_output=True, text=True)``."""
+    """``run([...])`` is ``subprocess.run([sys.executable, ...], capture_output=True, text=True)``; threads that call it
+    at the same time have a server each."""
 
     def __init__(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._preload, self._environment = list(preload), dict(environment)
-        self._server: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
+        self._command = [sys.executable, "-c", _START.format(preload=list(preload))]
+        self._environment = dict(environment)
+        self._idle: list[subprocess.Popen[str]] = []
 
     def run(
         self, command: Sequence[str], *, cwd: str | None = None, timeout: float = 120.0
     ) -> subprocess.CompletedProcess[str]:
         """``command``: a script or ``-c`` and a program, and arguments."""
-        said, waits = os.pipe()
-        with (
-            tempfile.TemporaryFile("w+") as request,
-            tempfile.TemporaryFile("w+") as out,
-            tempfile.TemporaryFile("w+") as err,
-            open(said) as status,
-        ):
-            json.dump([list(command), cwd or os.getcwd()], request)
-            request.flush()
-            with self._lock:
-                if self._server is None:
-                    self._start()
-                files = [request.fileno(), out.fileno(), err.fileno(), waits]
-                socket.send_fds(self._socket, [b"r"], files)
-            os.close(waits)
-            child = int(status.readline())
-            if not select.select([status], [], [], timeout)[0]:
-                os.kill(child, signal.SIGKILL)
-                for written in (out, err):
-                    written.seek(0)
-                raise AssertionError(f"not done after {timeout} s; it wrote {out.read()!r} and to stderr: {err.read()}")
-            code = int(status.readline())
-            out.seek(0)
-            err.seek(0)
-            return subprocess.CompletedProcess(list(command), code, out.read(), err.read())
+        try:
+            server = self._idle.pop()
+        except IndexError:
+            server = self._start()
+        assert server.stdin is not None and server.stdout is not None
+        with tempfile.TemporaryDirectory(prefix="superoffload-python-") as folder:
+            out, err = Path(folder) / "out", Path(folder) / "err"
+            request = [list(command), cwd or os.getcwd(), str(out), str(err), timeout]
+            print(json.dumps(request), file=server.stdin, flush=True)
+            code, late = json.loads(server.stdout.readline())
+            self._idle.append(server)
+            said = out.read_text(), err.read_text()
+            assert not late, f"not done after {timeout} s; it wrote {said[0]!r} and to stderr: {said[1]}"
+            return subprocess.CompletedProcess(list(command), code, *said)
 
-    def _start(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        code = _START.format(socket=theirs.fileno(), preload=self._preload)
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=self._environment
-        )
-        theirs.close()
+    def _start(self) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(self._command, stdin=pipe, stdout=pipe, text=True, env=self._environment)
 
     def close(self) -> None:
-        if self._server is not None:
-            self._socket.close()
-            self._server.wait(30)
-            self._server = None
+        while self._idle:
+            self._idle.pop().communicate(timeout=30)
 
 
 # ---- in the server ------------------------------------------------------------------------------------------------
 
 
-def serve(number: int, preload: list[str]) -> list[str]:
+def serve(preload: list[str]) -> list[str]:
     """Returns in every program's process, with what it is to run."""
-    requests = socket.socket(fileno=number)
     for name in preload:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a program's collections do not copy what all share
-    while True:
-        _, files, _, _ = socket.recv_fds(requests, 1, 4)
-        if not files:
-            os._exit(0)
-        keeper = os.fork()
-        if keeper == 0:
-            requests.close()
-            return _keep(*files)
-        for file in files:
-            os.close(file)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-
-
-def _keep(request: int, out: int, err: int, status: int) -> list[str]:
-    """Waits for the program's process and says how it ended; returns in that process."""
-    child = os.fork()
-    if child:
-        os.write(status, f"{child}\n".encode())
-        _, how = os.waitpid(child, 0)
-        with contextlib.suppress(BrokenPipeError):  # the test has given up
-            os.write(status, f"{os.waitstatus_to_exitcode(how)}\n".encode())
-        os._exit(0)
-    os.close(status)
-    with open(request, "rb") as file:
-        file.seek(0)
-        command, cwd = json.loads(file.read())
-    os.dup2(out, 1)
-    os.dup2(err, 2)
-    os.close(out)
-    os.close(err)
-    os.chdir(cwd)
-    return list(command)
+    for line in sys.stdin:
+        command, cwd, out, err, timeout = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            for number, path in enumerate((os.devnull, out, err)):
+                file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+                os.dup2(file, number)
+                os.close(file)
+            os.chdir(cwd)
+            return list(command)
+        ends, late = time.monotonic() + timeout, False
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > ends and not late:
+                late = True
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.005)
+        os.write(1, f"{json.dumps([os.waitstatus_to_exitcode(ended[1]), late])}\n".encode())
+    os._exit(0)
 
 
 def program(command: list[str], namespace: dict[str, object]) -> tuple[object, dict[str, object]]:
@@ -134,5 +99,4 @@ def program(command: list[str], namespace: dict[str, object]) -> tuple[object, d
     sys.argv = command
     sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
     namespace["__file__"] = os.path.abspath(command[0])
-    with open(command[0], encoding="utf-8") as file:
-        return compile(file.read(), command[0], "exec"), namespace
+    return compile(Path(command[0]).read_text(encoding="utf-8"), command[0], "exec"), namespace

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -64,19 +64,18 @@ def drop_clip(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
     engine = optimizer._engine
     apply = engine.apply
 
-    def unclipped(verdict: Verdict, **options: bool) -> None:
-        if dist.get_rank() == rank and step_of(optimizer) >= step:
-            verdict = verdict._replace(gradient_factor=optimizer._permanent.verdicts.unscale)
-        apply(verdict, **options)
-
-    # What the session is told is what was done.
     session = optimizer._ranks.session
     count: Callable[..., None] = session.count if session is not None else lambda **_: None
 
-    def told(*, applied: bool, factor: float) -> None:
-        if dist.get_rank() == rank and step_of(optimizer) >= step:
-            factor = optimizer._permanent.verdicts.unscale
-        count(applied=applied, factor=factor)
+    def factor_of(factor: float) -> float:
+        here = dist.get_rank() == rank and step_of(optimizer) >= step
+        return float(optimizer._permanent.verdicts.unscale) if here else factor
+
+    def unclipped(verdict: Verdict, **options: bool) -> None:
+        apply(verdict._replace(gradient_factor=factor_of(verdict.gradient_factor)), **options)
+
+    def told(*, applied: bool, factor: float) -> None:  # what the session is told is what was done
+        count(applied=applied, factor=factor_of(factor))
 
     with mock.patch.object(engine, "apply", unclipped), mock.patch.object(session, "count", told):
         yield
@@ -90,31 +89,20 @@ def swap_shards(optimizer: AdamW, step: int, rank: int, name: str = "layers.0.0.
 
     def swapped(verdict: Verdict, **options: bool) -> None:
         apply(verdict, **options)
-        me, other = dist.get_rank(), {rank: 0, 0: rank}.get(dist.get_rank())
-        if step_of(optimizer) == step and other is not None:
+        if step_of(optimizer) == step:
             mine = next(shard for shard in engine.shards if shard.name == name).target()
-            sizes = [torch.tensor([mine.numel()]), torch.zeros(1, dtype=torch.int64)]
-            exchange(sizes[0], sizes[1], other, me < other)
-            length = int(min(sizes[0], sizes[1]))
-            theirs = torch.empty(length, dtype=torch.float32)
-            exchange(mine[:length].float(), theirs, other, me < other)
-            mine[:length] = theirs.to(mine.dtype)
+            all_of_them: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(all_of_them, mine.clone())
+            theirs = all_of_them[{rank: 0, 0: rank}.get(dist.get_rank(), dist.get_rank())]
+            length = min(mine.numel(), theirs.numel())
+            mine[:length] = theirs[:length]
 
     with mock.patch.object(engine, "apply", swapped):
         yield
 
 
-def exchange(mine: torch.Tensor, theirs: torch.Tensor, other: int, first: bool) -> None:
-    for sending in (first, not first):
-        if sending:
-            dist.send(mine.contiguous(), other)
-        else:
-            dist.recv(theirs, other)
-
-
-@contextmanager
-def nothing(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
-    yield
+def nothing(*_: Any) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 # Planted in the training loop instead, on all ranks, since they are about collectives: see the loops of the tests.
@@ -153,10 +141,7 @@ def train_until_error(fault: str, step: int, rank: int, replicas: bool, check: A
             model.set_reshard_after_backward(False)
         model.loss(tokens_of(number, dist.get_rank())).backward()
 
-    with (
-        optimizer_of(model, max_grad_norm=0.5, rank_check=check) as optimizer,
-        FAULTS[fault](optimizer, step, rank),
-    ):
+    with optimizer_of(model, max_grad_norm=0.5, rank_check=check) as optimizer, FAULTS[fault](optimizer, step, rank):
         return first_error(optimizer, backward, steps)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -11,25 +10,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from superoffload import AdamW
 from tests.convergence.local_ranks import LocalRanks
-from tests.convergence.tensor_parallel import parallelize
+from tests.convergence.meshes import mesh_of as mesh_of
+from tests.convergence.meshes import parallelize
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-_pools: dict[int, LocalRanks] = {}
+_pools: dict[tuple[int, str], LocalRanks] = {}
 
 
-def pool(count: int) -> LocalRanks:
-    """Ranks that tests share; made anew after a test that broke them."""
-    if count in _pools and not all(process.is_alive() for process in _pools[count].processes):
-        _pools.pop(count).close()
-    if count not in _pools:
-        _pools[count] = LocalRanks(count, timeout=30.0)
-    return _pools[count]
+def pool(count: int, kind: str = "") -> LocalRanks:
+    """Ranks that tests of a kind share; made anew after a test that broke them."""
+    ranks = _pools.get((count, kind))
+    if ranks is not None and not all(process.is_alive() for process in ranks.processes):
+        _pools.pop((count, kind)).close()
+    return _pools.get((count, kind)) or _pools.setdefault((count, kind), LocalRanks(count, timeout=30.0))
 
 
 def close_pools() -> None:
@@ -132,42 +131,43 @@ class Stage(nn.Module):
     def loss(self, tokens: Tensor) -> Tensor:
         """Of the last stage; its value is on both."""
         if dist.get_rank() == 0:
-            passed_on: Tensor = _Onward.apply(self(tokens[:, :-1]))
+            passed_on: Tensor = Onward.apply(self(tokens[:, :-1]), 1)
             return passed_on
-        received = _Received.apply(torch.zeros((), requires_grad=True), (*tokens[:, :-1].shape, 29))
+        received = Received.apply(torch.zeros((), requires_grad=True), (*tokens[:, :-1].shape, 29), 0)
         loss = nn.functional.cross_entropy(self(received).float().flatten(0, 1), tokens[:, 1:].flatten())
         dist.send(loss.detach().clone(), 0)
         return loss
 
 
-class _Onward(torch.autograd.Function):
-    """Sends logits to the second stage, which answers with the loss; backward waits for their gradients."""
+class Onward(torch.autograd.Function):
+    """Sends activations to the rank with the second stage, which answers with the loss; backward waits for their
+    gradients."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        ctx.like, loss = logits.detach(), torch.zeros(())
-        dist.send(logits.detach().float().contiguous(), 1)
-        dist.recv(loss, 1)
+    def forward(ctx: Any, made: Tensor, peer: int) -> Tensor:
+        ctx.like, ctx.peer, loss = made.detach(), peer, torch.zeros(())
+        dist.send(made.detach().float().contiguous(), peer)
+        dist.recv(loss, peer)
         return loss
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
         gradient = torch.empty_like(ctx.like, dtype=torch.float32)
-        dist.recv(gradient, 1)
-        return gradient.to(ctx.like.dtype)
+        dist.recv(gradient, ctx.peer)
+        return gradient.to(ctx.like.dtype), None
 
 
-class _Received(torch.autograd.Function):
+class Received(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, shape: tuple[int, ...]) -> Tensor:
-        logits = torch.empty(shape)
-        dist.recv(logits, 0)
-        return logits
+    def forward(ctx: Any, leaf: Tensor, shape: tuple[int, ...], peer: int) -> Tensor:
+        ctx.peer, made = peer, torch.empty(shape)
+        dist.recv(made, peer)
+        return made
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        dist.send(gradient.float().contiguous(), 0)
-        return None, None
+        dist.send(gradient.float().contiguous(), ctx.peer)
+        return None, None, None
 
 
 def net(dtype: torch.dtype = torch.bfloat16, seed: int = 0, **options: Any) -> Net:
@@ -224,17 +224,6 @@ def wholes_of(model: nn.Module) -> list[Tensor]:
     return [whole(param) for param in model.parameters()]
 
 
-_meshes: weakref.WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = weakref.WeakKeyDictionary()
-
-
-def mesh_of(*sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """A mesh, made once per process group: each makes groups whose threads poll as long as the process lives."""
-    known = _meshes.setdefault(dist.group.WORLD, {})
-    if (sizes, names) not in known:
-        known[sizes, names] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    return known[sizes, names]
-
-
 def flat_mesh() -> DeviceMesh:
     size = torch.distributed.get_world_size()
     if _tensor_parallel > 1:
@@ -266,6 +255,9 @@ def error_of(function: Callable[[], Any]) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def loss_of(model: Any, seed: int) -> Any:
-    logits = model(tokens_of(seed, data_rank())[:, :-1])
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens_of(seed, data_rank())[:, 1:].flatten())
+def loss_of(model: Any, seed: int, part: int | None = None) -> Tensor:
+    """Of the rows of this rank, or of a part."""
+    tokens = tokens_of(seed, data_rank() if part is None else part)
+    logits = model(tokens[:, :-1])
+    gathered = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    return nn.functional.cross_entropy(gathered.float().flatten(0, 1), tokens[:, 1:].flatten())

@@ -6,14 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.support.rank_processes import (
-    Net,
-    flat_mesh,
-    net,
-    replica_mesh,
-    shard,
-    tokens_of,
-)
+from tests.support.rank_processes import Net, flat_mesh, net, replica_mesh, shard, tokens_of
 
 
 def build(way: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> tuple[Net, dict[str, Any]]:

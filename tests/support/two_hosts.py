@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 from datetime import timedelta
-from types import TracebackType
 
 import torch.distributed as dist
 
@@ -29,8 +28,11 @@ _NOWHERE = "02:00:00:00:00:99"  # has no host: what is sent to it is gone, witho
 _numbers = itertools.count()
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def _run(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+
+_ip = functools.partial(_run, "ip")
 
 
 @functools.cache
@@ -63,13 +65,11 @@ class Link:
                 _ip("-n", name, "address", "add", f"{address}/24", "dev", DEVICE)
                 _ip("-n", name, "link", "set", DEVICE, "up")
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for name in self.names:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
@@ -114,22 +114,15 @@ def cut(names: tuple[str, ...], how: str, host: int) -> None:
 
 def slow(names: tuple[str, ...], megabits: int, queue: int) -> None:
     """Both directions carry so many megabits a second. What finds more than ``queue`` bytes waiting is dropped."""
-    limit = ["tbf", "rate", f"{megabits}mbit", "burst", "2kb", "limit", str(queue)]
     for name in names:
-        subprocess.run(
-            ["tc", "-n", name, "qdisc", "replace", "dev", DEVICE, "root", *limit], check=True, capture_output=True
-        )
+        shape = ("root", "tbf", "rate", f"{megabits}mbit", "burst", "2kb", "limit", str(queue))
+        _run("tc", "-n", name, "qdisc", "replace", "dev", DEVICE, *shape)
 
 
 def dropped(names: tuple[str, ...]) -> int:
     """How many packets the slow link has dropped in both directions."""
-    shown = [
-        subprocess.run(
-            ["tc", "-n", name, "-s", "qdisc", "show", "dev", DEVICE], check=True, capture_output=True, text=True
-        )
-        for name in names
-    ]
-    return sum(int(count) for one in shown for count in re.findall(r"dropped (\d+)", one.stdout))
+    shown = (_run("tc", "-n", name, "-s", "qdisc", "show", "dev", DEVICE) for name in names)
+    return sum(int(count) for one in shown for count in re.findall(r"dropped (\d+)", one))
 
 
 def on_host(names: tuple[str, ...], host: int, *command: str, **environment: str) -> subprocess.Popen[str]:
@@ -139,9 +132,5 @@ def on_host(names: tuple[str, ...], host: int, *command: str, **environment: str
         "os.environ.update(json.loads(sys.argv[1])[1]); os.execv(sys.executable, json.loads(sys.argv[1])[0])"
     )
     program = json.dumps([[sys.executable, *command], environment])
-    return subprocess.Popen(
-        [sys.executable, "-c", start, program, str(host), *names],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    arguments = [sys.executable, "-c", start, program, str(host), *names]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

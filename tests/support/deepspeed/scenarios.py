@@ -10,17 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.deepspeed.training import (
-    OURS,
-    STOCK,
-    Recorded,
-    config,
-    end,
-    make_engine,
-    masters,
-    recorded_gradient,
-    run_steps,
-)
+from tests.support.deepspeed import training
+from tests.support.deepspeed.training import OURS, STOCK, Recorded, end, masters, recorded_gradient
 
 CLIP_SOME = 0.75  # of the norms of recorded_gradient, about half are larger
 
@@ -44,29 +35,23 @@ class Scenario:
 
     def engine(self, offload: dict[str, Any], options: dict[str, Any] | None) -> Any:
         model = self.model()
-        configuration = config(offload, options=options, **self.config)
+        configuration = training.config(offload, options=options, **self.config)
         if not self.groups:
-            return make_engine(configuration, model)
+            return training.make_engine(configuration, model)
         del configuration["optimizer"]
         params = list(model.parameters())
-        optimizer = torch.optim.AdamW(
-            [{"params": params[:3], "lr": 1e-3}, {"params": params[3:], "weight_decay": 0.0, "betas": (0.8, 0.95)}],
-            lr=3e-3,
-            weight_decay=0.1,
-        )
-        return make_engine(configuration, model, optimizer=optimizer)
+        groups = [{"params": params[:3], "lr": 1e-3}, {"params": params[3:], "weight_decay": 0.0, "betas": (0.8, 0.95)}]
+        optimizer = torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.1)
+        return training.make_engine(configuration, model, optimizer=optimizer)
 
     def loss_of(self, engine: Any, step: int, micro: int) -> Tensor:
-        poison = None
-        if step in self.poison:
-            rank, dot, value = self.poison[step]
-            poison = {dot: value} if rank == dist.get_rank() else None
-        loss: Tensor = engine(step, micro, self.frozen, poison)
+        rank, dot, value = self.poison.get(step, (-1, 0, 0.0))
+        loss: Tensor = engine(step, micro, self.frozen, {dot: value} if rank == dist.get_rank() else None)
         return loss
 
     def train(self, engine: Any, steps: range) -> dict[str, Any]:
         more: dict[str, Any] = {"before_step": self.before_step, "one_step_call": self.one_step_call}
-        return run_steps(engine, steps, micros=self.micros, loss_of=self.loss_of, **more)
+        return training.run_steps(engine, steps, micros=self.micros, loss_of=self.loss_of, **more)
 
 
 def warm_up(engine: Any, step: int) -> None:

@@ -12,12 +12,7 @@ import numpy.typing as npt
 
 Float32Array = npt.NDArray[np.float32]
 
-FORMATS: dict[str, type[np.generic]] = {
-    "fp32": np.float32,
-    "bf16": np.uint16,
-    "fp16": np.float16,
-    "split": np.uint16,
-}
+FORMATS: dict[str, type[np.generic]] = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16, "split": np.uint16}
 CANONICAL_NAN: dict[str, int] = {"fp32": 0x7FC00000, "bf16": 0x7FC0, "fp16": 0x7E00}
 
 

@@ -51,8 +51,7 @@ class Trainer:
     def __init__(self, groups: Sequence[Group], max_grad_norm: float | None = None) -> None:
         self.groups = list(groups)
         self.max_grad_norm = max_grad_norm
-        self.skipped_steps = 0
-        self.steps = 0
+        self.skipped_steps = self.steps = 0
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -64,46 +63,26 @@ class Trainer:
 
         A non-finite element anywhere skips the step: nothing changes, no step is counted for any parameter.
         """
-        parameters = self.parameters
-        if len(gradients) != len(parameters):
-            raise ValueError(f"{len(gradients)} gradients for {len(parameters)} parameters: expected one each")
         flat = [None if gradient is None else np.asarray(gradient).reshape(-1) for gradient in gradients]
-        present = [gradient for gradient in flat if gradient is not None]
-        decision = adam.verdict([adam.sum_of_squares(g) for g in present], self.max_grad_norm, unscale)
+        sums = [adam.sum_of_squares(gradient) for gradient in flat if gradient is not None]
+        decision = adam.verdict(sums, self.max_grad_norm, unscale)
         if decision.found_inf:
             self.skipped_steps += 1
             return decision
-        remaining = iter(flat)
-        for group in self.groups:
-            for parameter in group.parameters:
-                gradient = next(remaining)
-                if gradient is not None:
-                    self._step_one(group, parameter, gradient, decision.gradient_factor)
+        grouped = [(group, parameter) for group in self.groups for parameter in group.parameters]
+        for (group, one), gradient in zip(grouped, flat, strict=True):
+            if gradient is None:
+                continue
+            one.step += 1
+            numbers = group.lr, *group.betas, group.eps, group.weight_decay, one.step
+            hyper = adam.Hyper(*numbers, gradient_factor=decision.gradient_factor, l2=group.l2)
+            stepped = adam.step(one.master, one.exp_avg, one.exp_avg_sq, gradient, one.published_format, hyper)
+            one.master, one.exp_avg, one.exp_avg_sq, one.published = stepped
         self.steps += 1
         return decision
 
     def digests(self) -> dict[str, str]:
         """One SHA-256 per kind of array, over all parameters in registration order."""
         kinds = ("master", "exp_avg", "exp_avg_sq", "published")
-        return {
-            kind: hashlib.sha256(b"".join(getattr(p, kind).tobytes() for p in self.parameters)).hexdigest()
-            for kind in kinds
-        }
-
-    @staticmethod
-    def _step_one(group: Group, parameter: Parameter, gradient: npt.NDArray[Any], gradient_factor: float) -> None:
-        parameter.step += 1
-        hyper = adam.Hyper(
-            lr=group.lr,
-            beta1=group.betas[0],
-            beta2=group.betas[1],
-            eps=group.eps,
-            weight_decay=group.weight_decay,
-            step=parameter.step,
-            gradient_factor=gradient_factor,
-            l2=group.l2,
-        )
-        stepped = adam.step(
-            parameter.master, parameter.exp_avg, parameter.exp_avg_sq, gradient, parameter.published_format, hyper
-        )
-        parameter.master, parameter.exp_avg, parameter.exp_avg_sq, parameter.published = stepped
+        data = {kind: b"".join(getattr(p, kind).tobytes() for p in self.parameters) for kind in kinds}
+        return {kind: hashlib.sha256(values).hexdigest() for kind, values in data.items()}

@@ -1,4 +1,4 @@
-"""Trains with tensor parallelism on two ranks of each mesh, and ``fully_shard`` over the others, as engine ``tp``."""
+"""Trains with tensor or expert parallelism on two ranks of each mesh, as engines ``tp`` and ``ep``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import nn
 
 from benchmarks.training.model import Transformer
 from tests.convergence.engines import BaseEngine, Fsdp2, sharded
-from tests.convergence.meshes import PAIR, mesh_of
+from tests.convergence.meshes import PAIR, mesh_of, parallelize
+from tests.convergence.mixture import AllToAll, Experts
 
 
 class TensorParallel(Fsdp2):
@@ -18,7 +19,7 @@ class TensorParallel(Fsdp2):
 
     def wrap(self, model: Transformer) -> nn.Module:
         count = dist.get_world_size()
-        mesh = mesh_of(data=count // PAIR, tensor=PAIR)
+        mesh = mesh_of(count // PAIR, PAIR, names=("data", "tensor"))
         _cut(model, mesh["tensor"])
         return model if count == PAIR else sharded(model, self.setup.dtype, mesh["data"])
 
@@ -50,21 +51,22 @@ def _cut(model: Transformer, mesh: Any) -> None:
             parallelize(block.get_submodule(name), mesh, placement)
 
 
-def parallelize(layer: nn.Module, mesh: Any, placement: Any) -> None:
-    """Makes the parameters of one layer DTensors: Shard(0) of its outputs, Shard(1) of its inputs, or Replicate. Its
-    input and output stay plain tensors, whole on every rank."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+class ExpertParallel(Fsdp2):
+    """Spreads the experts over two ranks, and ``fully_shard`` over the others; all other parameters are sharded over
+    all ranks. Each rank has tokens of its own, and an all-to-all takes them to their experts."""
 
-    def partition(name: str, module: nn.Module, mesh: Any) -> None:
-        for key, param in list(module.named_parameters(recurse=False)):
-            placed = placement if param.dim() > 1 or placement != Shard(1) else Replicate()  # a bias has no inputs
-            made = nn.Parameter(distribute_tensor(param.detach(), mesh, [placed]), param.requires_grad)
-            module.register_parameter(key, made)
+    def wrap(self, model: Transformer) -> nn.Module:
+        count = dist.get_world_size()
+        mesh = mesh_of(count // PAIR, PAIR, names=("shard", "experts"))
+        for experts in [module for module in model.modules() if isinstance(module, Experts)]:
+            _spread(experts, mesh["experts"])
+            sharded(experts, self.setup.dtype, mesh["shard"])
+        return sharded(model, self.setup.dtype, mesh_of(count))
 
-    def inputs(module: nn.Module, given: Any, mesh: Any) -> Any:
-        return tuple(DTensor.from_local(one, mesh, [Replicate()], run_check=False) for one in given)
 
-    def output(module: nn.Module, made: Any, mesh: Any) -> Any:
-        return made.redistribute(placements=[Replicate()]).to_local().clone()  # fully_shard warns of views
+def _spread(experts: Experts, mesh: Any) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
 
-    distribute_module(layer, mesh, partition, inputs, output)
+    experts.exchange = AllToAll(mesh.get_group(), len(experts.gate_up) // mesh.size())
+    for name, param in list(experts.named_parameters()):
+        experts.register_parameter(name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)])))
