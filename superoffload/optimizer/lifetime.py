@@ -48,7 +48,7 @@ class Lifetime:
         keep_from_compiler()
         self._owner = weakref.ref(owner)
         self._owner_id = id(owner)
-        self._open = False
+        self._open = self._ended = False
         self._partly_loaded = False  # from when a load begins to change the state until all of it is there
         self.work = Uninterrupted()  # ``whole()`` for callers who know that this is the process of the owner
 
@@ -130,7 +130,9 @@ class Lifetime:
     # ---- the end ----------------------------------------------------------------------------------------------
 
     def close(self, threads: Threads, rest: Callable[[], None]) -> None:
-        """Ends the threads of this process and calls ``rest``, which may be called more than once."""
+        """Ends the threads and calls ``rest``, once: as Python ends, what closes again finds modules without names."""
+        if self._ended:
+            return
         with held_signals():
             try:
                 self._close(threads)
@@ -140,6 +142,7 @@ class Lifetime:
                 owner = self._owner()
                 if owner is not None:
                     forget_closed(owner)
+                self._ended = True
 
     def _close(self, threads: Threads) -> None:
         if self.work.forked:
@@ -154,12 +157,10 @@ class Lifetime:
 
 @cache
 def keep_from_compiler() -> None:
-    """Has torch.compile run our code as it is, where a compiled function runs backward or ``step()``: it breaks its
-    graph there, as it does for torch's own code that is not traced.
+    """Has torch.compile leave our code as it is, where a compiled function runs backward or ``step()``.
 
-    By file, since hooks of gradients run beneath such a function too, one per gradient, and ``torch.compiler.disable``
-    takes microseconds to enter. Only the hooks on modules are traced (module_hooks.py).
-    """
+    By file: hooks of gradients run there too, and ``torch.compiler.disable`` takes microseconds to enter. Only the hooks
+    on modules are traced (module_hooks.py)."""
     from torch._dynamo import trace_rules  # here, since it takes a second; torch's own optimizers load it too
 
     package = Path(__file__).parents[1]

@@ -166,9 +166,8 @@ class ModuleHooks:
             unit.has_waited = False
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
 
 
 class _NotScripted(AttributeError):
