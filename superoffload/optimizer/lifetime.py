@@ -159,8 +159,8 @@ class Lifetime:
 def keep_from_compiler() -> None:
     """Has torch.compile leave our code as it is, where a compiled function runs backward or ``step()``.
 
-    By file: hooks of gradients run there too, and ``torch.compiler.disable`` takes microseconds to enter. Only the hooks
-    on modules are traced (module_hooks.py)."""
+    By file: hooks of gradients run there too, and ``torch.compiler.disable`` takes microseconds to enter. Only hooks on
+    modules are traced (module_hooks.py)."""
     from torch._dynamo import trace_rules  # here, since it takes a second; torch's own optimizers load it too
 
     package = Path(__file__).parents[1]
