@@ -170,3 +170,10 @@ def test_grad_norm_is_that_before_clipping() -> None:
         for param, grad in zip(model.parameters(), grads, strict=True):
             assert param.grad is not None
             assert torch.equal(param.grad, grad), "gradients stay as backward left them"
+
+
+def test_its_text_has_our_settings_as_they_are_now() -> None:
+    with AdamW([nn.Parameter(torch.zeros(3))], max_grad_norm=1.0, speculation="never", state_dtype="bf16") as optimizer:
+        optimizer.max_grad_norm = 0.5
+        lines = [line.strip() for line in repr(optimizer).splitlines()]
+    assert {"max_grad_norm: 0.5", "speculation: never", "state_dtype: torch.bfloat16", "lr: 0.001"} <= set(lines)
