@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload import AdamW
-from superoffload.errors import DeviceError
+from superoffload.errors import DeviceError, StateError
 from superoffload.links.cuda import link as cuda_link
 from superoffload.links.cuda.pinned import free_bytes, node_of
 from tests.support.adamw_training import batch, train
@@ -122,7 +122,7 @@ def packed_into_blocks(model: nn.Module, link: Any, seed: int) -> list[Any]:
 
 def test_a_device_that_is_stuck_is_waited_for_once_per_step(fake: Fake) -> None:
     """And for as long as any other, once it is well again; blocks that it has not given back go then."""
-    with early(fake, timeout_seconds=0.2) as (model, optimizer, link):
+    with early(fake, timeout_seconds=0.6) as (model, optimizer, link):
         before = optimizer.state_digests()
         asked = fake.calls("cuMemcpyHtoDAsync_v2")
         fake.sleep(BEHIND, link.roles["up"])
@@ -148,6 +148,18 @@ def test_a_device_that_is_stuck_is_waited_for_once_per_step(fake: Fake) -> None:
         packed_into_blocks(model, link, 3)
         optimizer.step()
         assert optimizer.stats()["skipped_steps"] == 2 and blocks_of(optimizer) == 0
+
+
+def test_what_reads_state_does_not_wait_forever_for_a_device_that_is_stuck(fake: Fake) -> None:
+    with training(fake, link={"timeout_seconds": 0.6}) as (model, optimizer):
+        saved = optimizer.state_dict()
+        link: Any = optimizer._engine.link
+        fake.sleep(BEHIND, link.roles["up"])
+        train(model, optimizer, [2])
+        with pytest.raises(StateError, match=r"did not finish its copies within 0.6 s.*SUPEROFFLOAD_DEVICE_TIMEOUT"):
+            optimizer.load_state_dict(saved)
+        fake.synchronize()
+        optimizer.load_state_dict(saved)
 
 
 def test_sums_of_bits_that_a_failed_packing_writes(fake: Fake) -> None:
