@@ -167,5 +167,5 @@ def keep_from_compiler() -> None:
     for folder, traced in ((package, "optimizer"), (package / "optimizer", "module_hooks")):
         prefix = ".".join(folder.relative_to(package.parent).parts)
         for module in iter_modules([str(folder)]):
-            if module.name != traced:
+            if module.name != traced and hasattr(trace_rules, "add"):  # which is not public
                 trace_rules.add(f"{prefix}.{module.name}")

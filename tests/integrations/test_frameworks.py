@@ -21,7 +21,8 @@ MAKERS: dict[str, Make] = {
     "torch": lambda params: torch.optim.AdamW(params, lr=1e-3),
 }
 
-SEEDS: Any = torch.utils.data.DataLoader(torch.arange(8), batch_size=1)  # type: ignore[arg-type]
+NUMBERS: Any = torch.arange(8)
+SEEDS: Any = torch.utils.data.DataLoader(NUMBERS, batch_size=1)
 
 
 def compare(train: Callable[[Make], tuple[nn.Module, Any]]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from superoffload import AdamW, CPUAdamW
+from superoffload.optimizer.lifetime import keep_from_compiler
 from tests.support.adamw_training import model_of, weights
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
@@ -101,3 +102,8 @@ def test_a_function_that_does_a_whole_step_is_compiled(body: Any, given: dict[st
         warnings.filterwarnings("error", "Dynamo")  # it warns of what it cannot trace
         compiled = trained(torch.compile(body, backend="eager"))
     assert all(map(torch.equal, compiled, trained(body)))
+
+
+def test_a_torch_that_cannot_leave_code_out_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch._dynamo.trace_rules.add")
+    keep_from_compiler.__wrapped__()
