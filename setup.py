@@ -1,7 +1,8 @@
 """Builds `superoffload._native`; pyproject.toml has everything else about the package.
 
-The extension is C++17 and pybind11 on raw pointers: no torch, no CUDA. Each instruction set is one source file with
-flags of its own (csrc/flags.txt), chosen at run time, so one build runs on every CPU of its architecture.
+The extension is C++17 and Cython on raw pointers: no torch, no CUDA. Each instruction set is one source file with
+flags of its own (csrc/flags.txt), chosen at run time, so one build runs on every CPU of its architecture. It is built
+for Python's limited API (PEP 384), so one build also serves every Python from 3.10 on.
 
 Environment variables, all optional:
   CXX                       the compiler (also for cross-building, together with the target's Python headers)
@@ -18,6 +19,7 @@ import hashlib
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -33,6 +35,8 @@ from setuptools.errors import BaseError, CCompilerError, CompileError, OptionErr
 
 ROOT = Path(__file__).resolve().parent
 MODULE = "superoffload._native"
+BINDINGS = "csrc/_native.pyx"
+OLDEST_PYTHON = (3, 10)
 KERNEL_SOURCES = ("*.cu", "*.cuh", "options.txt")  # in csrc/cuda
 FAILURES = (BaseError, CCompilerError, OSError)  # raised by a failed compiler; setuptools' errors share no base
 
@@ -92,7 +96,8 @@ def plan(machine: str, environment: Mapping[str, str] = os.environ) -> Plan:
         common = [*common, "-g0"]  # after Python's own flags, which often have -g
     isas = chosen_isas(known, machine, environment)
     common = common + [f"-DSUPEROFFLOAD_BUILT_{name.upper()}=1" for name in isas]
-    sources = dict.fromkeys(("csrc/bindings.cpp", "csrc/cuda_bindings.cpp"), common + flags["bindings"])
+    limited = f"-DPy_LIMITED_API=0x{OLDEST_PYTHON[0]:02x}{OLDEST_PYTHON[1]:02x}0000"
+    sources = {BINDINGS: [*common, *flags["bindings"], limited]}
     folders = ("arm_adam", "cuda", "runtime")
     for path in (path for name in folders for path in sorted(ROOT.glob(f"csrc/{name}/*.cpp"))):
         isa = path.stem.removeprefix("isa_") if path.stem.startswith("isa_") else None
@@ -105,13 +110,11 @@ class BuildNative(build_ext):
     """Compiles every source with its own flags, in parallel, and says plainly what is missing."""
 
     def build_extension(self, ext: Extension) -> None:
-        import pybind11  # here, since making a source archive does not need it
-
         self.check_toolchain()
         machine = target_machine()
         what = plan(machine)
         print(f"superoffload: building for {machine} with {', '.join(what.isas)}", flush=True)
-        folders = [str(ROOT / "csrc"), pybind11.get_include()]
+        folders = [str(ROOT / "csrc")]
         with ThreadPoolExecutor(self.parallel or os.cpu_count() or 1) as pool:
             jobs = [pool.submit(self.compile_one, source, flags, folders) for source, flags in what.sources.items()]
             objects = [job.result() for job in jobs]
@@ -119,6 +122,8 @@ class BuildNative(build_ext):
         if kept:  # for csrc/tests/Makefile
             Path(kept, "objects").write_text("".join(f"{os.path.abspath(path)}\n" for path in objects))
         output = self.get_ext_fullpath(ext.name)
+        for older in Path(output).parent.glob("_native.cpython-*.so"):
+            older.unlink()  # of a version that was built for one Python, which would find that first
         dl = ["-ldl"] if sys.platform == "linux" else []  # a separate library before glibc 2.34
         Path(output).parent.mkdir(parents=True, exist_ok=True)
         self.compiler.link_shared_object(objects, output, extra_postargs=["-pthread", *dl], target_lang="c++")
@@ -158,12 +163,16 @@ class BuildNative(build_ext):
         folder = Path(os.environ.get("SUPEROFFLOAD_BUILD_DIR") or self.build_temp) / f"{target_machine()}-{mark}"
         target = folder / Path(source).with_suffix(".o")
         depends = target.with_suffix(".d")
-        if is_current(target, depends):
+        if is_current(target, depends, source):
             return str(target)
         target.parent.mkdir(parents=True, exist_ok=True)
+        compiled = source
+        if source == BINDINGS:  # a path from here, since setuptools puts the object of any other elsewhere
+            compiled = os.path.relpath(translate(source, target.with_suffix(".cpp")))
         extra = [*flags, "-MMD", "-MF", str(depends)]
+        output = os.path.relpath(folder) if compiled == source else ""
         try:
-            self.compiler.compile([source], output_dir=str(folder), include_dirs=folders, extra_postargs=extra)
+            self.compiler.compile([compiled], output_dir=output, include_dirs=folders, extra_postargs=extra)
         except FAILURES as error:
             raise CompileError(
                 f"{source} did not compile ({error}); the compiler's own words are above. superoffload is built with "
@@ -171,6 +180,17 @@ class BuildNative(build_ext):
                 "SUPEROFFLOAD_BUILD_ISAS=scalar,... (a comma-separated list)."
             ) from error
         return str(target)
+
+
+def translate(source: str, target: Path) -> Path:
+    """Has Cython translate `source` to C++, and returns `target`."""
+    command = [sys.executable, "-m", "cython", "--cplus", "-3", source, "-o", str(target)]
+    if subprocess.run(command).returncode != 0:
+        raise CompileError(
+            f"{shlex.join(command)} failed; its own words are above. The extension is built with Cython >= 3.1: "
+            f"{sys.executable} -m pip install 'cython>=3.1'"
+        )
+    return target
 
 
 class BuildPython(build_py):
@@ -190,20 +210,24 @@ class BuildPython(build_py):
                 shutil.copy(path, target)
 
 
-def is_current(target: Path, depends: Path) -> bool:
-    """Returns whether `target` is newer than every file that the compiler read to make it."""
+def is_current(target: Path, depends: Path, source: str) -> bool:
+    """Returns whether `target` is newer than every file that was read to make it."""
     if not (target.is_file() and depends.is_file()):
         return False
     made = target.stat().st_mtime_ns
     rule = depends.read_text().replace("\\\n", " ")  # "target: file file ...", spaces in names escaped
-    read = shlex.split(rule.split(": ", 1)[-1])
+    read = [source, *shlex.split(rule.split(": ", 1)[-1])]
     return all(Path(path).is_file() and Path(path).stat().st_mtime_ns < made for path in read)
 
 
 def main() -> None:
     os.chdir(ROOT)  # sources are named relative to it
-    extension = Extension(MODULE, sorted(plan(target_machine(), {}).sources), language="c++")
-    setup(ext_modules=[extension], cmdclass={"build_ext": BuildNative, "build_py": BuildPython})
+    sources = sorted(plan(target_machine(), {}).sources)
+    setup(
+        ext_modules=[Extension(MODULE, sources, language="c++", py_limited_api=True)],
+        cmdclass={"build_ext": BuildNative, "build_py": BuildPython},
+        options={"bdist_wheel": {"py_limited_api": "cp{}{}".format(*OLDEST_PYTHON)}},
+    )
 
 
 if __name__ == "__main__":

@@ -1,26 +1,26 @@
-"""Types of the C++ extension (csrc/bindings.cpp)."""
+"""Types of the C++ extension (csrc/_native.pyx)."""
 
 from collections.abc import Sequence
-from typing import overload
+from enum import IntEnum
 
 BLOCK: int
 MOMENT_BLOCK: int
 MAX_AXES: int
 CHUNK: int
 
-class ElementType:
-    f32: ElementType
-    bf16: ElementType
-    f16: ElementType
-    q8: ElementType
+class ElementType(IntEnum):
+    f32 = 0
+    bf16 = 1
+    f16 = 2
+    q8 = 3
 
-class Operation:
-    step: Operation
-    step_journaled: Operation
-    undo: Operation
-    replay: Operation
-    publish: Operation
-    settle: Operation
+class Operation(IntEnum):
+    step = 0
+    step_journaled = 1
+    undo = 2
+    replay = 3
+    publish = 4
+    settle = 5
 
 class Run:
     def __init__(
@@ -62,10 +62,7 @@ class JournalMemory:
     def users(self) -> int: ...
 
 class BucketWork:
-    @overload
-    def __init__(self, runs: list[Run], journal: JournalMemory | None) -> None: ...
-    @overload
-    def __init__(self, runs: list[Run], journal_bytes: int) -> None: ...
+    def __init__(self, runs: list[Run], journal: JournalMemory | int | None) -> None: ...
     def set_gradients(self, gradients: list[int]) -> None: ...
     def freeze(
         self,
@@ -142,6 +139,8 @@ class PinnedMemory:
     ) -> None: ...
     def unpin(self) -> None: ...
     def leak(self) -> None: ...
+    @property
+    def __array_interface__(self) -> dict[str, object]: ...
     @property
     def chunk(self) -> int: ...
     @property

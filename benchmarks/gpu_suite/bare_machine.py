@@ -1,6 +1,6 @@
 """Makes a bare machine ready: says what it is, installs the wheels, provides the package's extension. Needs no torch.
 
-An extension's name tells which Python and sources it is for: _native-0123456789abcdef.cpython-312-x86_64-linux-gnu.so.
+An extension's name tells its sources and the machine that it is for: _native-0123456789abcdef-x86_64.abi3.so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -32,7 +31,7 @@ _FILES = (
 )
 PACKAGES = (
     "torch", "numpy", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime", "nvidia-nccl-cu13",
-    "setuptools", "pybind11", "ninja", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis",
+    "setuptools", "cython", "ninja", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis",
     "deepspeed", "torchao", "transformers", "matplotlib",
 )  # fmt: skip
 
@@ -100,11 +99,11 @@ def _install_wheels(wheels: Path, log: Path) -> None:
 
 
 def prebuilt_name() -> str:
-    return f"_native-{digest_of(('csrc', 'setup.py'))}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return f"_native-{digest_of(('csrc', 'setup.py'))}-{platform.machine()}.abi3.so"
 
 
 def _in_package() -> Path:
-    return ROOT / "superoffload" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return ROOT / "superoffload" / "_native.abi3.so"
 
 
 def provide(log: Path, keep_in: Path) -> str:
@@ -157,7 +156,7 @@ def import_error() -> str | None:
 
 
 def copy_stripped(folder: Path) -> Path:
-    """Copies the package's extension to a name that tells its Python and sources."""
+    """Copies the package's extension to a name that tells its sources and the machine."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / prebuilt_name()
     shutil.copy(_in_package(), target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from benchmarks.gpu_suite.contestants import ALL_ON_DEVICE, BARE, OURS, OURS_CLI
 from benchmarks.gpu_suite.devices import Device
 from benchmarks.gpu_suite.settings import TOY, train_row
 from benchmarks.gpu_suite.table import short_table, table
-from superoffload import _native
+from superoffload.engine.bucket import Bucket
+from superoffload.links.host import HostLink
 
 PEER, GPU_PEER = "DeepSpeed ZeRO-Offload", "DeepSpeed SuperOffload"
 OURS_HALF = "ours, 50 % clipped"
@@ -61,19 +63,24 @@ def test_a_parameter_that_a_delay_keeps_back_is_found(monkeypatch: pytest.Monkey
     """Delays change no bit; with the planted fault a delivery that comes after a delay is lost."""
     assert races.run_races("cpu", "always", "eager", seeds=[1], steps=3)["different_seeds"] == []
     delayed: list[bool] = []
-    delay, publish = Device.delay, _native.HostPieces.publish
+    delay, pieces_of = Device.delay, HostLink._pieces_of
 
     def remembering(self: Device, generator: random.Random, stream: Any = None) -> None:
         delayed.append(True)
         delay(self, generator, stream)
 
-    def losing(pieces: Any, parameters: Any) -> None:
-        if not delayed:
-            publish(pieces, parameters)
-        delayed.clear()
+    def losing(link: HostLink, bucket: Bucket) -> Any:
+        pieces = pieces_of(link, bucket)
+
+        def publish(parameters: list[int]) -> None:
+            if not delayed:
+                pieces.publish(parameters)
+            delayed.clear()
+
+        return SimpleNamespace(pack=pieces.pack, publish=publish)
 
     monkeypatch.setattr(Device, "delay", remembering)
-    monkeypatch.setattr(_native.HostPieces, "publish", losing)
+    monkeypatch.setattr(HostLink, "_pieces_of", losing)
     assert races.run_races("cpu", "always", "eager", seeds=[1], steps=3)["different_seeds"] == [1]
     assert not torch.are_deterministic_algorithms_enabled()
 

@@ -1,6 +1,0 @@
-// Adds the bindings of csrc/cuda/ to the extension module.
-#pragma once
-
-#include <pybind11/pybind11.h>
-
-void bind_cuda(pybind11::module_& module);
