@@ -2,14 +2,15 @@
 # The extension on ARM without an ARM machine: cross-builds it, lets an emulated aarch64 Python with NumPy import it, and
 # runs the kernel tests that need no torch, with SVE vectors of 128 bits.
 #
-#   scripts/arm_python_test.sh
+#   scripts/arm_python_test.sh             # of these sources
+#   scripts/arm_python_test.sh ARM.whl     # of a wheel that `make wheels` has made
 #
 # The ARM Python comes from Debian's arm64 packages (about 40 MB), unpacked into build/arm-python without installing
 # anything and kept there for the next run. About 5 minutes on 2 idle cores; it gives up, and fails, after 20.
 #
 # Needs g++-aarch64-linux-gnu, qemu-user-static, apt-get, dpkg-deb, Debian's archive keyring and network for the packages;
 # where they cannot be had it prints a line beginning with SKIPPED and exits with status 75. Variables: PYTHON, an
-# interpreter with setuptools and pybind11; SUPEROFFLOAD_DEBIAN, another mirror than deb.debian.org.
+# interpreter with setuptools and Cython; SUPEROFFLOAD_DEBIAN, another mirror than deb.debian.org.
 set -euo pipefail
 
 if [ -z "${ARM_PYTHON_TEST_BOUNDED:-}" ]; then
@@ -38,8 +39,8 @@ check_tools() {
     [ -r "$keyring" ] || skip "there is no $keyring to check packages with (Debian, Ubuntu: debian-archive-keyring)"
     python=${PYTHON:-$repository/.venv/bin/python}
     [ -x "$(command -v "$python")" ] || python=python3
-    if ! "$python" -c 'import pybind11, setuptools'; then
-        echo "$python cannot build the extension: it lacks pybind11 or setuptools. Name another one: PYTHON=..." >&2
+    if ! "$python" -c 'import Cython, setuptools'; then
+        echo "$python cannot build the extension: it lacks Cython or setuptools. Name another one: PYTHON=..." >&2
         exit 1
     fi
 }
@@ -88,9 +89,14 @@ END
 
 # The package, its tests and the cross-built extension side by side, away from this machine's own build.
 build_stage() {
-    local include=$work/include digits=${arm_python#python}
+    local include=$work/include
     rm -rf "$work/stage" "$include"
     mkdir -p "$work/stage" "$include/aarch64-linux-gnu"
+    if [ -n "$wheel" ]; then
+        "$python" -m zipfile -e "$wheel" "$work/stage"
+        cp -r "$repository/tests" "$repository/pyproject.toml" "$work/stage/"
+        return
+    fi
     # Python's headers alone: the C library's are the cross compiler's.
     cp -r "$work/root/usr/include/$arm_python" "$include/"
     cp -r "$work/root/usr/include/aarch64-linux-gnu/$arm_python" "$include/aarch64-linux-gnu/"
@@ -98,7 +104,6 @@ build_stage() {
     rm -f "$work"/stage/superoffload/_native*.so
     (cd "$repository" && SUPEROFFLOAD_TARGET=aarch64 SUPEROFFLOAD_BUILD_DIR=$work/objects CFLAGS=-g0 \
         CC=aarch64-linux-gnu-gcc CXX=aarch64-linux-gnu-g++ \
-        SETUPTOOLS_EXT_SUFFIX=".cpython-${digits/./}-aarch64-linux-gnu.so" \
         "$python" setup.py --quiet build_ext --include-dirs "$include:$include/$arm_python" \
         --build-lib "$work/stage" --build-temp "$work/objects")
 }
@@ -120,6 +125,7 @@ assert (platform.machine(), kernels.current_isa(), length) == ('aarch64', 'sve',
         "${tests[@]}" -k "sve or not (neon or scalar or recorded)"
 }
 
+wheel=${1:+$(realpath "$1")}
 check_tools
 mkdir -p "$work"
 fetch_root

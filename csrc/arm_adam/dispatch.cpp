@@ -6,6 +6,7 @@
 #include "adam.h"
 #include "float_environment.h"
 #include "kernels.h"
+#include "x86_features.h"
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
@@ -23,16 +24,10 @@ struct Candidate {
 const Candidate kCandidates[] = {
     {&kScalarKernels, [] { return true; }},
 #ifdef SUPEROFFLOAD_BUILT_AVX2
-    {&kAvx2Kernels,
-     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }},
+    {&kAvx2Kernels, [] { return x86_features().avx2; }},
 #endif
 #ifdef SUPEROFFLOAD_BUILT_AVX512
-    {&kAvx512Kernels,
-     [] {
-         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-     }},
+    {&kAvx512Kernels, [] { return x86_features().avx512; }},
 #endif
 #ifdef SUPEROFFLOAD_BUILT_NEON
     {&kNeonKernels, [] { return true; }},
