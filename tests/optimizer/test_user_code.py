@@ -1,9 +1,10 @@
-"""What people do around an optimizer (docs/compatibility.md), by ours in every mode and by torch.optim.AdamW."""
+"""What people do around an optimizer (docs/limits.md), by ours in every mode and by torch.optim.AdamW."""
 
 from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,7 @@ from tests.support.adamw_training import (
     train,
     weights,
 )
+from tests.support.checkout import ROOT
 from tests.support.over_stand_in import only_over_stand_in
 from tests.support.refusal import Refusal
 from tests.support.schedulers import SCHEDULERS
@@ -332,3 +334,15 @@ def test_copies_of_the_optimizer(refusal: Refusal) -> None:
         with refusal():
             copy.deepcopy(optimizer)
         train(model, optimizer, range(1))
+
+
+def test_the_documentation_has_verdicts_and_quotes_errors_that_exist() -> None:
+    page = (ROOT / "docs/limits.md").read_text().partition("## What works")[2]
+    rows = [row.strip("| ").split(" | ") for row in re.findall(r"(?m)^\| \w.*$", page)]
+    assert len(rows) > 40
+    for row in rows:
+        assert all(cell.startswith(("works", "refused", "differs: ", "as ")) for cell in row[1:]), row
+    sources = "".join(path.read_text() for name in ("superoffload", "tests") for path in (ROOT / name).rglob("*.py"))
+    sources = re.sub(r"\"\s*\n\s*[rf]*\"", "", sources).replace("\\", "")  # strings over several lines
+    for error in re.findall("“([^”]+)”", " ".join(page.split())):
+        assert error in sources, f"docs/limits.md quotes an error that no code raises and no test expects: {error}"
