@@ -76,7 +76,7 @@ class AdamW(Optimizer):
         rank_check: "off", "light" (one exchange of at most 128 bytes per step), "full" (everything in every step) or
             {"full": N} (light, and everything every N steps). Unless it is "off", everything is checked in the first
             three steps and after a load (docs/ranks.md). It has no effect in a single process.
-        trace: the file to write a timeline of every step to, replaced if it is there (docs/timeline.md); None: none.
+        trace: the file to write a timeline of every step to, replaced if it is there (docs/metrics.md#timeline); None: none.
         module: the module whose forward passes wait for parameters on demand. It also serves as ``model``.
         model: the model of these parameters. Errors use its qualified names, and a full check sees the parameters that
             its forward gathers (``fully_shard``). A ``DistributedDataParallel`` gets our communication hook, so that
@@ -88,7 +88,7 @@ class AdamW(Optimizer):
             fewer than all ranks, or with "local", ``max_grad_norm`` counts their norm alone; a warning says so once.
         rank_timeout: seconds to wait for other ranks (None: SUPEROFFLOAD_RANK_TIMEOUT, else 60).
         state_dtype: of exp_avg and exp_avg_sq: "fp32" (12 bytes of state per parameter), or rounded stochastically:
-            "bf16" (8), or "8bit" (6), which ``state[p]`` shows as bfloat16 copies. docs/engines.md: what it costs.
+            "bf16" (8), or "8bit" (6), which ``state[p]`` shows as bfloat16 copies. docs/settings.md: what it costs.
         master_dtype: "fp32", or "split" to keep the fp32 masters of bfloat16 parameters as the published value and a
             remainder of 16 bits, which is 2 bytes less; ``state[p]["master"]`` is then a copy (docs/kernel.md).
         accumulate_dtype: with "fp32", gradients of bf16 and fp16 parameters add up in fp32 over the backward passes of

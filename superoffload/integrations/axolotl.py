@@ -5,7 +5,7 @@
     superoffload:
       state_dtype: bf16
 
-docs/axolotl.md has what changes and what is refused.
+docs/frameworks.md#axolotl has what changes and what is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Adapts torchtitan: its Trainer trains with ``superoffload.AdamW`` after an override of its configuration.
 
 On the command line: ``--override.imports superoffload.integrations.torchtitan.offload``. In a config_registry:
-``config.optimizer = offload(config.optimizer)``. docs/torchtitan.md has what is kept, what is refused and an example.
+``config.optimizer = offload(config.optimizer)``. docs/frameworks.md#torchtitan has what is kept, what is refused and an example.
 
 torchtitan clips between backward and ``step()`` with ``torchtitan.distributed.utils.clip_grad_norm_``. Here clipping is
 part of the optimizer's verdict, so that the step can run during backward, and gradients are not read again. So that
@@ -37,7 +37,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"superoffload.integrations.torchtitan needs torchtitan >= 0.3.0 and what it imports: {error}. torchtitan "
-        "itself needs triton; docs/torchtitan.md says how it runs without"
+        "itself needs triton; docs/frameworks.md#torchtitan says how it runs without"
     ) from error
 
 _IMPLEMENTATION = ("fused", "foreach")  # of torch's step; ours has one

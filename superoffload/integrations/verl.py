@@ -1,7 +1,7 @@
 """Adapts verl: its FSDP2 engines clip, accumulate and offload with ``superoffload.AdamW``.
 
 In verl's configuration: ``actor_rollout_ref.model.external_lib=superoffload.integrations.verl``. Or in the environment
-of every worker: ``VERL_USE_EXTERNAL_MODULES=superoffload.integrations.verl``. docs/verl.md has all of it.
+of every worker: ``VERL_USE_EXTERNAL_MODULES=superoffload.integrations.verl``. docs/frameworks.md#verl has all of it.
 
 verl clips between backward and ``step()``, which has the optimizer take every clipped gradient again. The engines of
 this module hand ``clip_grad`` over to the optimizer's verdict, and let the optimizer sleep while verl keeps a model on
@@ -30,7 +30,7 @@ try:
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 except ImportError as error:
     raise ImportError(
-        f"superoffload.integrations.verl needs verl >= 0.9.1 and what its FSDP engine imports: {error}. docs/verl.md "
+        f"superoffload.integrations.verl needs verl >= 0.9.1 and what its FSDP engine imports: {error}. docs/frameworks.md#verl "
         "says what that is"
     ) from error
 

@@ -250,7 +250,7 @@ CHOICES = [name for name in ENGINES if not name.startswith("plain-")]  # the oth
 # Name -> module, and how to install it.
 _NEEDS = {
     "deepspeed": ("deepspeed", "pip install deepspeed==0.19.8"),
-    "titan": ("torchtitan", "pip install --no-deps -r requirements/torchtitan.txt (docs/torchtitan.md)"),
+    "titan": ("torchtitan", "pip install --no-deps -r requirements/torchtitan.txt (docs/frameworks.md#torchtitan)"),
 }
 ON_DEMAND = ("fsdp2", "tp", "pp", "ep", "titan")  # also compared with delivery on demand
 

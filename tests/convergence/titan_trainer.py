@@ -89,7 +89,7 @@ def make_trainer(config: Any, logged: _Logged) -> Any:
     from superoffload.integrations.torchtitan import Optimizers, Trainer
 
     class Troubled(Trainer):
-        """Is our Trainer of docs/torchtitan.md with batches and trouble that are given step by step."""
+        """Is our Trainer of docs/frameworks.md#torchtitan with batches and trouble that are given step by step."""
 
         def __init__(self) -> None:
             super().__init__(config)

@@ -1,6 +1,6 @@
 """Tests that run once more with their optimizers over the CUDA link and the fake driver (tests/support/fake_cuda.py).
 
-Those are the tests that fill the column "stand_in" of docs/compatibility.md, by the hooks in tests/conftest.py. A run
+Those are the tests that fill the column "stand_in" of docs/limits.md#what-works, by the hooks in tests/conftest.py. A run
 counts only if a link was made and gradients went over it. Where a cell says that gradients are brought back, some are,
 and else none. (Tests of checkpoints accumulate without accumulate(), on purpose: their cells are about other things.)
 
