@@ -158,9 +158,8 @@ def _shape_of(values: Mapping[str, Any]) -> ModelShape:
     )
 
 
-def _option(default: Any, words: str, *others: str) -> Any:
-    choices = [default, *others] if others else None
-    return field(default=default, metadata={"help": words, "type": type(default), "choices": choices})
+def _option(default: Any, words: str, *choices: str) -> Any:
+    return field(default=default, metadata={"help": words, "type": type(default), "choices": choices or None})
 
 
 @dataclass(frozen=True)
@@ -171,10 +170,10 @@ class Settings:
     sequence: int = _option(2048, "tokens per sequence")
     micro_batch: int = _option(1, "sequences per rank at once")
     accumulation: int = _option(1, "micro-batches per step")
-    checkpointing: str = _option("none", "of activations", "full")
-    master_dtype: str = _option("fp32", "of the master weights", "split")
-    state_dtype: str = _option("fp32", "of the moments", "bf16", "8bit")
-    gradient_dtype: str = _option("bf16", "fp32 is accumulate_dtype='fp32'", "fp32")
+    checkpointing: str = _option("none", "of activations", "none", "full")
+    master_dtype: str = _option("fp32", "of the master weights", "fp32", "split")
+    state_dtype: str = _option("fp32", "of the moments", *MOMENTS_BYTES)
+    gradient_dtype: str = _option("bf16", "fp32 is accumulate_dtype='fp32'", *GRADIENT_BYTES)
     sums_on_host: bool = False  # of micro-batches, as accumulate_dtype="fp32" adds where a GPU has no room
     utilization: float = _option(0.4, "of the GPU's peak, in forward and backward")
 
