@@ -73,6 +73,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _memory_goes_with_its_file() -> Iterator[None]:
+    """Ends the processes that tests of a file share: those of all files together need more memory than there may be."""
+    yield
+    for kept in ("rank_processes", "quick_python"):
+        tools = sys.modules.get(f"tests.support.{kept}")
+        if tools is not None:
+            tools.close_all()
+
+
 @pytest.fixture(autouse=True)
 def torch_threads_as_before() -> Iterator[None]:
     """Lightning sets how many threads torch has, and sums of the tests behind it would have other bits."""
@@ -142,12 +152,3 @@ def fake(_fake_driver: Any) -> Iterator[Any]:
     yield _fake_driver
     _fake_driver.reset()
     _fake_driver.finish()
-
-
-def pytest_sessionfinish() -> None:
-    """Ends the ranks that tests share, if any were started."""
-    import sys
-
-    tools = sys.modules.get("tests.support.rank_processes")
-    if tools is not None:
-        tools.close_pools()

@@ -10,7 +10,8 @@ extension's own flags, tuned for neoverse-v2, cuts the loop bodies out of the as
 What the numbers are: steady state, all data in the first-level cache, every branch predicted. llvm-mca knows
 neither caches nor escapes' data dependencies. The branch into an escape list is rare (about one parameter in a
 hundred escapes), so the figure held against the budget is the iteration in which nothing escapes: the shortest way
-around the loop. The last column is the longest way, in which every vector escapes in all three components.
+around the loop. The last column is the longest way of a journaled step, in which every vector escapes in all three
+components.
 Replay undoes and steps a vector while it is in registers: two square roots and two divisions.
 8-bit moments are stepped in two passes over a block of 256, the first for its scale, and replay has three; a row's
 figures are the sums of its passes. What happens once a block is left out. Their journaled step and replay need more
@@ -30,6 +31,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,21 +43,15 @@ ROOT = HERE.parent.parent
 CPU = "neoverse-v2"
 LANES_PER_VECTOR = 4  # fp32 elements: NEON, and SVE as Neoverse V2 has it (128 bits)
 MACHINE = {"cores": 72, "ghz": 3.1, "memory_gb_per_s": 450.0}
-LOOPS = ("step", "step_journaled", "undo", "replay", "publish")
+LOOPS = ("step", ESCAPING := "step_journaled", "undo", "replay", "publish")
 # Settings of moments and masters: the macros of loops.cpp, and the bytes per parameter that a step moves.
 STATES = {"fp32": ("f32", "false", 28), "split": ("f32", "true", 26), "bf16": ("bf16", "false", 20),
           "bf16+split": ("bf16", "true", 18), "q8": ("q8", "false", 16), "q8+split": ("q8", "true", 14)}  # fmt: skip
 # Loops are found by an instruction; how many of it each vector takes. A first pass over 8-bit moments finds two maxima,
-# and has no square root.
+# and has no square root. PASSES: how many loops of 8-bit moments have it.
 PER_VECTOR = {"umax": 2, "fsqrt": 1}
 ONE_PASS = {"fsqrt": 1}
-PASSES = {
-    "step": {"umax": 1, "fsqrt": 1},
-    "step_journaled": {"umax": 1, "fsqrt": 1},
-    "undo": ONE_PASS,
-    "replay": {"umax": 1, "fsqrt": 2},
-    "publish": {"umax": 1, "fsqrt": 1},
-}  # of 8-bit moments
+PASSES = {name: {"umax": 1, "fsqrt": 2 if name == "replay" else 1} for name in LOOPS} | {"undo": ONE_PASS}
 SQUARE_ROOTS = {"replay": 2}  # per vector of replay in one pass; the others take one
 # The shares of the budget that rows may take where it is not 1.
 ALLOWED = {("q8", "step_journaled"): 1.5, ("q8+split", "step_journaled"): 1.65,
@@ -173,31 +169,37 @@ def basic_blocks(lines: list[str]) -> list[Block]:
     return blocks
 
 
-def ways_around(blocks: list[Block], start: int) -> list[list[int]]:
-    """Returns every way from a block back to it that passes no block twice, the shortest first."""
-    ways: list[list[int]] = []
-
-    def follow(at: int, passed: list[int]) -> None:
-        for following in blocks[at].successors:
-            if following == start:
-                ways.append(passed)
-            elif following not in passed:
-                follow(following, [*passed, following])
-
-    follow(start, [start])
-    return sorted(ways, key=lambda way: sum(len(blocks[at].instructions) for at in way))
-
-
-def reachable(blocks: list[Block], without: int) -> set[int]:
-    """Returns the blocks that the function's first one leads to if one is taken out."""
+def reach(edges: list[list[int]], start: int, without: int) -> set[int]:
+    """Returns the blocks that one leads to, itself too, if another is taken out."""
     found: set[int] = set()
-    following = [0]
+    following = [start]
     while following:
         at = following.pop()
         if at != without and at not in found:
             found.add(at)
-            following += blocks[at].successors
+            following += edges[at]
     return found
+
+
+def loops_of(blocks: list[Block]) -> dict[int, set[int]]:
+    """Returns each loop's blocks, by the block that it is entered by: it is on every way to those that lead back."""
+    after = [block.successors for block in blocks]
+    before = [[other for other in range(len(blocks)) if at in after[other]] for at in range(len(blocks))]
+    found = {}
+    for entry in range(len(blocks)):
+        back = set(before[entry]) - reach(after, 0, without=entry)
+        if back:
+            found[entry] = {entry}.union(*(reach(before, at, without=entry) for at in back))
+    return found
+
+
+def iterations(blocks: list[Block], inside: set[int], way: list[int]) -> Iterator[list[str]]:
+    """Yields the instructions of every way around a loop that passes no block twice; `way`: the loop's entry."""
+    for following in blocks[way[-1]].successors:
+        if following == way[0]:
+            yield [line for at in way for line in blocks[at].instructions]
+        elif following in inside and following not in way:
+            yield from iterations(blocks, inside, [*way, following])
 
 
 def count(instruction: str, lines: list[str]) -> int:
@@ -208,37 +210,20 @@ def count(instruction: str, lines: list[str]) -> int:
 Loop = tuple[list[str], list[str]]  # shortest and longest iteration: nothing escapes, everything escapes
 
 
-def innermost_loop(blocks: list[Block], start: int) -> tuple[list[list[int]], int]:
-    """Returns the ways around the innermost loop of a block, shortest first, and the block by which it is entered."""
-    ways = ways_around(blocks, start)
-    if not ways:
-        return [], start
-    entry = next(at for at in ways[0] if not reachable(blocks, at) & set(ways[0]) - {at})
-    # A loop around this one is entered first, so that its entry is on every way to this one's.
-    outside = {at for at in range(len(blocks)) if at != entry and entry not in reachable(blocks, at)}
-    return [way for way in ways if not outside & set(way)], entry
-
-
 def loop_bodies(assembly: str, name: str, marks: dict[str, int]) -> dict[str, list[Loop]]:
     """Returns the hot loops by the instruction that marks them; `marks` says how many there must be."""
     blocks = basic_blocks(function_lines(assembly, f"grace_{name}"))
+    loops = loops_of(blocks)
+    ways = {entry: [*iterations(blocks, inside, [entry])] for entry, inside in loops.items()}
     found: dict[str, list[Loop]] = {}
     for mark, expected in marks.items():
-        loops: dict[int, list[list[int]]] = {}
-        for index, block in enumerate(blocks):
-            ways, entry = innermost_loop(blocks, index) if count(mark, block.instructions) else ([], 0)
-            has_root = any(count("fsqrt", blocks[at].instructions) for way in ways for at in way)
-            if ways and has_root == (mark == "fsqrt"):  # a loop that is met again has the same entry
-                loops.setdefault(entry, ways)
-        inner = [
-            ways
-            for entry, ways in loops.items()
-            if not any(other in way for other in loops if other != entry for way in ways)
-        ]
+        marked = {entry: [way for way in around if count(mark, way)] for entry, around in ways.items()}
+        has_root = {entry: any(count("fsqrt", way) for way in around) for entry, around in marked.items()}
+        hot = {entry: around for entry, around in marked.items() if around and has_root[entry] == (mark == "fsqrt")}
+        inner = [around for entry, around in hot.items() if not any(loops[entry] > loops[other] for other in hot)]
         if len(inner) != expected:
             raise RuntimeError(f"expected {expected} loops with {mark} in {name}, found {len(inner)}; unrolled?")
-        texts = [[[line for at in way for line in blocks[at].instructions] for way in ways] for ways in inner]
-        found[mark] = [(lines[0], lines[-1]) for lines in texts]
+        found[mark] = [(min(around, key=len), max(around, key=len)) for around in inner]
     return found
 
 
@@ -282,9 +267,10 @@ def analyse(compiler: list[str], mca: str, isa: str, state: str) -> list[Row]:
                 params = count(mark, usual) * LANES_PER_VECTOR / per_vector
                 instructions += len(usual) / params
                 cycles += count_cycles(mca, usual) / params
-                all_escape += count_cycles(mca, worst) / params
+                if name == ESCAPING:
+                    all_escape += count_cycles(mca, worst) / params
         row = {"name": name, "isa": isa, "state": state, "instructions_per_param": instructions}
-        row |= {"cycles_per_param": cycles, "cycles_per_param_all_escape": all_escape}
+        row |= {"cycles_per_param": cycles, "cycles_per_param_all_escape": all_escape or None}
         row |= {"of_budget": cycles / budget(state), "gb_per_s_per_core": MACHINE["ghz"] * STATES[state][2] / cycles}
         rows.append(row)
     return rows
@@ -295,7 +281,7 @@ def table(rows: list[Row]) -> str:
     lines = [f"{'isa':5} {'state':10} {'loop':15} {'instr/param':>11} {'cycles/param':>12} "
              f"{'of budget':>9} {'GB/s/core':>9} {'all escape':>10}"]  # fmt: skip
     for row in rows:
-        escape = f"{row['cycles_per_param_all_escape']:.2f}" if row["name"] == "step_journaled" else "-"
+        escape = f"{row['cycles_per_param_all_escape']:.2f}" if row["name"] == ESCAPING else "-"
         lines.append(
             f"{row['isa']:5} {row['state']:10} {row['name']:15} {row['instructions_per_param']:11.2f} "
             f"{row['cycles_per_param']:12.2f} {row['of_budget']:9.1%} {row['gb_per_s_per_core']:9.1f} {escape:>10}"

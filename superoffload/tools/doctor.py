@@ -17,15 +17,8 @@ from superoffload import __version__, kernels
 from superoffload.engine.journal import JOURNAL_BYTES_PER_PARAM
 from superoffload.errors import KernelsUnavailable
 from superoffload.host import processors as host
-from superoffload.host.system import (
-    System,
-    as_number,
-    cpu_quota,
-    format_cpu_list,
-    memory_limit,
-    parse_cpu_list,
-    usable_memory,
-)
+from superoffload.host import system as files
+from superoffload.host.system import System, as_number
 from superoffload.integrations.deepspeed.switch import NEWEST, OLDEST
 from superoffload.tools.machines import GIB
 from superoffload.tools.output import check_writable, write_json
@@ -72,9 +65,8 @@ def run(args: argparse.Namespace) -> int:
                 prefix = " " * 21
     problems, warnings = (sum(one.level == level for one in findings) for level in (PROBLEM, WARNING))
     print(f"\n{'not fit to train' if problems else 'fit to train'}; problems: {problems}, warnings: {warnings}")
-    if args.json:
-        counts = {"command": "doctor", "passed": not problems, "problems": problems, "warnings": warnings}
-        write_json(args.json, {**counts, "findings": [asdict(one) for one in findings]})
+    counts = {"command": "doctor", "passed": not problems, "problems": problems, "warnings": warnings}
+    write_json(args.json, {**counts, "findings": [asdict(one) for one in findings]})
     return 1 if problems else 0
 
 
@@ -88,19 +80,19 @@ def diagnose(system: System) -> list[Finding]:
 
 def processors(system: System) -> Iterator[Finding]:
     """Examines what the process may use, or the share of a rank where torchrun says how many are on this node."""
-    allowed, quota = allowed_cpus(system), cpu_quota(system)
-    online = parse_cpu_list(system.text("/sys/devices/system/cpu/online")) or allowed
+    allowed, quota = allowed_cpus(system), files.cpu_quota(system)
+    online = files.parse_cpu_list(system.text("/sys/devices/system/cpu/online")) or allowed
     rank, ranks = (as_number(os.environ.get(name)) or 0 for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     everyone = [host.RankOnNode("", one, tuple(allowed)) for one in range(max(rank + 1, ranks))]
     mine, share = host.share_cpus(everyone, rank), f", the share of rank {rank} of {ranks}" if ranks else ""
     threads, beside = (host.thread_limit(len(mine), os.environ, quota, beside_device=gpu) for gpu in (False, True))
     yield Finding(
-        f"{len(allowed)} of {len(online)} usable ({format_cpu_list(allowed)}); superoffload.AdamW starts {threads} "
-        f"worker threads on {format_cpu_list(mine[:threads])}{share}; {beside} for a model on a GPU"
+        f"{len(allowed)} of {len(online)} usable ({files.format_cpu_list(allowed)}); superoffload.AdamW starts "
+        f"{threads} worker threads on {files.format_cpu_list(mine[:threads])}{share}; {beside} for a model on a GPU"
     )
     if len(allowed) < max(2, ranks):
-        remedy = "give the process more (taskset, docker --cpuset-cpus, the job scheduler's cores per task)"
-        yield Finding("that is too few for the optimizer's work to run beside backward", remedy)
+        more = "give the process more (taskset, docker --cpuset-cpus, the job scheduler's cores per task)"
+        yield Finding("that is too few for the optimizer's work to run beside backward", more)
     if quota is not None and quota < len(allowed):
         text = f"the control group grants the time of {quota:g} processors; more threads than that take turns"
         remedy = f"raise the quota (docker --cpus); OMP_NUM_THREADS={max(1, int(quota))} bounds torch's threads too"
@@ -112,7 +104,7 @@ def processors(system: System) -> Iterator[Finding]:
 
 def allowed_cpus(system: System) -> list[int]:
     """Lists the processors in this process's affinity mask, which also obeys the cpuset of its control group."""
-    return parse_cpu_list(system.fields("/proc/self/status").get("Cpus_allowed_list")) or host.allowed_cpus()
+    return files.parse_cpu_list(system.fields("/proc/self/status").get("Cpus_allowed_list")) or host.allowed_cpus()
 
 
 def instruction_sets(system: System) -> Iterator[Finding]:
@@ -128,7 +120,7 @@ def instruction_sets(system: System) -> Iterator[Finding]:
 
 
 def memory(system: System) -> Iterator[Finding]:
-    usable, limit = usable_memory(system), memory_limit(system)
+    usable, limit = files.usable_memory(system), files.memory_limit(system)
     if usable is None:
         yield Finding("the system does not tell how much memory there is", "mount /proc in the container")
         return
@@ -157,14 +149,13 @@ def memory(system: System) -> Iterator[Finding]:
 
 def driver_gpus(system: System) -> str:
     """Lists the GPUs that NVIDIA's driver shows, also without CUDA."""
-    models = (system.fields(f"{_DRIVER}/{one}/information").get("Model", one) for one in system.names(_DRIVER))
-    return ", ".join(models)
+    return ", ".join(system.fields(f"{_DRIVER}/{one}/information").get("Model", one) for one in system.names(_DRIVER))
 
 
 def numa(system: System) -> Iterator[Finding]:
     folder, allowed = "/sys/devices/system/node", set(allowed_cpus(system))
     nodes = [name[4:] for name in system.names(folder) if re.fullmatch(r"node\d+", name)]
-    own = [one for one in nodes if allowed & set(parse_cpu_list(system.text(f"{folder}/node{one}/cpulist")))]
+    own = [one for one in nodes if allowed & set(files.parse_cpu_list(system.text(f"{folder}/node{one}/cpulist")))]
     if len(nodes) > 1:
         yield Finding(f"nodes: {', '.join(nodes)}; this process may run on {', '.join(own or nodes)}")
     if len(own) > 1:
@@ -174,7 +165,7 @@ def numa(system: System) -> Iterator[Finding]:
         yield Finding("automatic NUMA balancing slows every step", "sysctl kernel.numa_balancing=0 (as root)")
     near = sorted({cpu for address in system.names(_DRIVER) for cpu in host.cpus_near_gpu(address, system)})
     if near and not allowed & set(near):
-        yield Finding("this process may not run next to the GPU", f"taskset -c {format_cpu_list(near)} ...")
+        yield Finding("this process may not run next to the GPU", f"taskset -c {files.format_cpu_list(near)} ...")
 
 
 def gpus(system: System) -> Iterator[Finding]:

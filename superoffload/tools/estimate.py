@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -158,20 +158,24 @@ def _shape_of(values: Mapping[str, Any]) -> ModelShape:
     )
 
 
+def _option(default: Any, words: str, *choices: str) -> Any:
+    return field(default=default, metadata={"help": words, "type": type(default), "choices": choices or None})
+
+
 @dataclass(frozen=True)
 class Settings:
-    """Holds a run's settings; several ranks shard the model with FSDP2, each steps `accumulation` micro-batches."""
+    """Holds a run's settings; those with words are options of the command."""
 
-    ranks: int = 1
-    sequence: int = 2048
-    micro_batch: int = 1
-    accumulation: int = 1
-    checkpointing: str = "none"
-    master_dtype: str = "fp32"
-    state_dtype: str = "fp32"
-    gradient_dtype: str = "bf16"
+    ranks: int = _option(1, "one per GPU; several shard the model with FSDP2")
+    sequence: int = _option(2048, "tokens per sequence")
+    micro_batch: int = _option(1, "sequences per rank at once")
+    accumulation: int = _option(1, "micro-batches per step")
+    checkpointing: str = _option("none", "of activations", "none", "full")
+    master_dtype: str = _option("fp32", "of the master weights", "fp32", "split")
+    state_dtype: str = _option("fp32", "of the moments", *MOMENTS_BYTES)
+    gradient_dtype: str = _option("bf16", "fp32 is accumulate_dtype='fp32'", *GRADIENT_BYTES)
     sums_on_host: bool = False  # of micro-batches, as accumulate_dtype="fp32" adds where a GPU has no room
-    utilization: float = 0.4  # of the GPU's peak, in forward and backward
+    utilization: float = _option(0.4, "of the GPU's peak, in forward and backward")
 
     def __post_init__(self) -> None:
         _check_sizes({name: getattr(self, name) for name in ("ranks", "sequence", "micro_batch", "accumulation")})

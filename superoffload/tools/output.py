@@ -40,7 +40,9 @@ def check_writable(path: str | None, argument: str) -> None:
         ) from error
 
 
-def write_json(path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
+def write_json(path: str | os.PathLike[str] | None, values: Mapping[str, Any]) -> None:
+    if path is None:
+        return
     with naming_write_errors(path):
         Path(path).write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 

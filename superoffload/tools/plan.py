@@ -7,7 +7,7 @@ import math
 import re
 from bisect import bisect
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from itertools import product
 from typing import Any
 
@@ -19,17 +19,7 @@ from superoffload.tools.output import add_option, check_writable, write_json
 
 _SIZES = [digits * 10**power for power in range(6, 12) for digits in range(10, 100)]  # of models
 _GIVEN = {"gpu_memory": "GiB", "host_memory": "GiB", "host_bandwidth": "GB/s"}
-_OPTIONS: dict[str, tuple[str, ...]] = {  # what it is, and the choices; each is a field of estimate.Settings
-    "ranks": ("one per GPU; several shard the model with FSDP2",),
-    "sequence": ("tokens per sequence",),
-    "micro_batch": ("sequences per rank at once",),
-    "accumulation": ("micro-batches per step",),
-    "checkpointing": ("of activations", "none", "full"),
-    "master_dtype": ("of the master weights", "fp32", "split"),
-    "state_dtype": ("of the moments", *MOMENTS_BYTES),
-    "gradient_dtype": ("fp32 is accumulate_dtype='fp32'", "bf16", "fp32"),
-    "utilization": ("of the GPU's peak, in forward and backward",),
-}
+_OPTIONS = [one for one in fields(Settings) if one.metadata]
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -40,10 +30,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--hardware", metavar="NAME", help=f"{', '.join(MACHINES)} (default: this machine)")
     for name, unit in _GIVEN.items():
         parser.add_argument(f"--{name.replace('_', '-')}", metavar=unit, help="per GPU, as you know it")
-    for name, (text, *choices) in _OPTIONS.items():
-        default = getattr(Settings, name)
-        kind, flag = {"choices": choices} if choices else {"type": type(default)}, f"--{name.replace('_', '-')}"
-        add_option(parser, flag, default=default, help=text, **kind)
+    for one in _OPTIONS:
+        add_option(parser, f"--{one.name.replace('_', '-')}", default=one.default, **one.metadata)
     parser.add_argument("--json", metavar="PATH", help="write everything to this file too")
     parser.set_defaults(stray="--model")  # what a word without an option is likely to be
     return parser
@@ -51,14 +39,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     check_writable(args.json, "json")
-    asked = Settings(**{name: getattr(args, name) for name in _OPTIONS})
+    asked = Settings(**{one.name: getattr(args, one.name) for one in _OPTIONS})
     machine = find_machine(args.hardware, asked.ranks)
     given: dict[str, Any] = {name: in_bytes(name, text) for name in _GIVEN if (text := getattr(args, name)) is not None}
     machine = replace(machine, **given)
     report = largest(machine, asked) if args.model is None else plan(estimate.find_model(args.model), machine, asked)
     print("\n".join(report["lines"]))
-    if args.json:
-        write_json(args.json, {"command": "plan", "machine": asdict(machine), **report})
+    write_json(args.json, {"command": "plan", "machine": asdict(machine), **report})
     return 0 if report["passed"] else 1
 
 
@@ -214,13 +201,8 @@ def largest(machine: Machine, asked: Settings) -> dict[str, Any]:
     split = replace(recomputing, master_dtype="split") if machine.gpu_memory else recomputing
     lines, sizes = [f"The largest models of a usual shape that fit, {about(machine, asked)}:"], []
     for settings in dict.fromkeys((asked, recomputing, split, replace(split, state_dtype="8bit"))):
-        sizes.append(_largest_size(machine, settings) / 1e9)
+        fitting = bisect(_SIZES, False, key=lambda size: not evaluate(typical_shape(size), machine, settings)["fits"])
+        sizes.append(_SIZES[fitting - 1] / 1e9 if fitting else 0.0)
         lines.append(f"  {sizes[-1]:>8.3g}B with {changes(asked, settings)}")
     lines.append(f"For one in full, with code to paste, add --model, such as --model {sizes[-1]:g}B")
     return {"passed": sizes[-1] > 0, "largest_billions": sizes, "lines": lines}
-
-
-def _largest_size(machine: Machine, settings: Settings) -> int:
-    """Returns the parameters of the largest model of a usual shape that fits, to two digits."""
-    fitting = bisect(_SIZES, False, key=lambda size: not evaluate(typical_shape(size), machine, settings)["fits"])
-    return _SIZES[fitting - 1] if fitting else 0

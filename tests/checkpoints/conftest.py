@@ -1,5 +1,4 @@
-"""What tests of checkpoints begin with: a checkpoint of two steps, a run that loads, a model that reads. Ranks that
-tests share end with the file that started them."""
+"""What tests of checkpoints begin with: a checkpoint of two steps, a run that loads, a model that reads."""
 
 from __future__ import annotations
 
@@ -16,7 +15,6 @@ from torch import nn
 
 from superoffload import AdamW
 from tests.support.adamw_training import model_of
-from tests.support.rank_processes import close_pools
 from tests.support.saved_runs import Run, save_two_steps
 
 
@@ -30,12 +28,6 @@ def temporary() -> AbstractContextManager[str]:
 def tmp_path() -> Iterator[Path]:
     with temporary() as folder:
         yield Path(folder)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _ranks_end_with_their_file() -> Iterator[None]:
-    yield
-    close_pools()
 
 
 @pytest.fixture(scope="module")

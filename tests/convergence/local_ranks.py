@@ -17,9 +17,10 @@ from typing import Any
 
 from superoffload.errors import SuperOffloadError
 
-# The process that ranks are forked from loads these once, so that a rank starts in a fraction of a second. (New torch
-# optimizers load torch._dynamo, which takes longer than all else.)
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "superoffload.checkpoints"]
+# The process that ranks are forked from loads these once, so that a rank starts in a fraction of a second, and has
+# little memory of its own. (New torch optimizers load torch._dynamo, which takes longer than all else.)
+_TORCH = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"]
+PRELOAD = [*_TORCH, "superoffload.checkpoints", "tests.support.rank_processes", "tests.convergence.frozen"]
 _GRACE = 5.0
 
 

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,12 +45,6 @@ def run(*command: str) -> str:
 def python() -> QuickPython:
     """Loading transformers takes longer than most of the examples."""
     return QuickPython(["torch._dynamo", *(["transformers.trainer"] if find_spec("transformers") else [])], ENVIRONMENT)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _closing() -> Iterator[None]:
-    yield
-    python().close()
 
 
 @pytest.fixture(scope="module")

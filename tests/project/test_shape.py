@@ -24,7 +24,7 @@ BUDGET = {
     "checkpoints": (1698, 6),
     "integrations": (4090, 22),
     "host": (931, 9),
-    "tools": (1461, 9),
+    "tools": (1440, 9),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
 import os
 import subprocess
@@ -204,9 +203,7 @@ def run_python(script: str, timeout: float = 120) -> subprocess.CompletedProcess
 def python() -> QuickPython:
     """An optimizer loads torch._dynamo, which takes longer than most scripts. Ours is not loaded before a script asks
     for it, since some look at what ends first."""
-    server = QuickPython(["torch", "torch._dynamo"], {**os.environ, "PYTHONPATH": os.getcwd()})
-    atexit.register(server.close)
-    return server
+    return QuickPython(["torch", "torch._dynamo"], {**os.environ, "PYTHONPATH": os.getcwd()})
 
 
 def grads_of(model: nn.Module) -> list[Tensor]:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+_all: list[QuickPython] = []
 _START = "from tests.support import quick_python as q; exec(*q.program(q.serve({preload}), globals()))"
 
 
@@ -30,6 +31,7 @@ class QuickPython:
         self._command = [sys.executable, "-c", _START.format(preload=list(preload))]
         self._environment = dict(environment)
         self._idle: list[subprocess.Popen[str]] = []
+        _all.append(self)
 
     def run(
         self, command: Sequence[str], *, cwd: str | None = None, timeout: float = 120.0
@@ -57,6 +59,12 @@ class QuickPython:
     def close(self) -> None:
         while self._idle:
             self._idle.pop().communicate(timeout=30)
+
+
+def close_all() -> None:
+    """Ends the servers; a program that comes later starts another."""
+    for one in _all:
+        one.close()
 
 
 # ---- in the server ------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def pool(count: int, kind: str = "") -> LocalRanks:
     return _pools.get((count, kind)) or _pools.setdefault((count, kind), LocalRanks(count, timeout=30.0))
 
 
-def close_pools() -> None:
+def close_all() -> None:
     for ranks in _pools.values():
         ranks.close()
     _pools.clear()

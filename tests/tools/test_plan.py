@@ -147,6 +147,8 @@ def test_no_model_lists_the_largest_sizes_that_fit() -> None:
     assert run("--hardware", "rtx-4090", "--model", f"{sizes[0]}B")[1]["asked"]["fits"]
     assert not run("--hardware", "rtx-4090", "--model", f"{1.1 * sizes[0]}B")[1]["asked"]["fits"]
     assert run("--hardware", "rtx-4090", "--host-memory", "0.01")[0] == 1
+    leanest = ("--checkpointing", "full", "--master-dtype", "split", "--state-dtype", "8bit")
+    assert run("--hardware", "rtx-4090", *leanest)[1]["largest_billions"] == sizes[-1:]
 
 
 # ---- what is printed

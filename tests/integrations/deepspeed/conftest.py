@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,8 +47,10 @@ def build_kernel() -> str | None:
 @pytest.fixture(scope="package")  # they take much memory, so they end with the last of these tests
 def two_ranks() -> Iterator[Ranks]:
     group = Ranks(2)
+    forked_from, _ = group.run(os.getppid)
     yield group
     group.close()
+    os.kill(forked_from, signal.SIGTERM)  # later ranks, if any, start another
 
 
 @pytest.fixture(scope="module")
