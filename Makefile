@@ -42,7 +42,7 @@ CHECKED := checkpoints/loading checkpoints/manifests checkpoints/saving engine/b
     project/public_names tools/plan tools/verify tools/command_line tools/doctor
 TARGETS := demo test check docs build lint types format native-test clang-test sanitize-addresses sanitize-threads \
     sanitize arm-test arm-python-test old-cpu-test grace cuda-kernels old-deepspeed-test benchmarks-test \
-    fresh-clone-test release-test slot clean
+    fresh-clone-test release-test slot wheels wheel-test clean
 
 .DEFAULT_GOAL := help
 .PHONY: help FORCE $(TARGETS)
@@ -88,6 +88,10 @@ $(VENV)/.test-requirements: $(addprefix requirements/,test.txt deepspeed.txt int
 	$(PIP_INSTALL) --no-deps -r requirements/axolotl.txt
 	@touch $@
 
+$(VENV)/.release-requirements: requirements/release.txt $(VENV)/.demo-requirements
+	$(PIP_INSTALL) -r $<
+	@touch $@
+
 $(VENV)/.docs-requirements: requirements/docs.txt $(VENV)/.demo-requirements
 	$(PIP_INSTALL) -r $<
 	@touch $@
@@ -105,12 +109,17 @@ $(VENV)/.test-ready: $(VENV)/.test-requirements $(VENV)/.built
 
 build: $(VENV)/.built
 
-# All that travels to a bare machine with a GPU: PYTHON=python3.12 is the one there. Then the commands to give there.
+# All that travels to a bare machine with a GPU. Then the commands to give there.
 slot: $(VENV)/.test-ready
-	test -x build/gpu-venv/bin/python || $(PYTHON) -m venv build/gpu-venv
-	build/gpu-venv/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-	    $$(grep -E '^(setuptools|pybind11)==' requirements/demo.txt)
-	build/gpu-venv/bin/python -m benchmarks.gpu_suite.slot --builder $(BIN)/python
+	$(BIN)/python -m benchmarks.gpu_suite.slot
+
+# Wheels for x86-64 and ARM, of every Python from 3.10 on, and the archive of the sources, in dist/.
+wheels: $(VENV)/.release-requirements
+	$(BIN)/python scripts/release.py
+
+# What a user does with the wheel of this machine. scripts/arm_python_test.sh dist/*aarch64.whl tries the ARM one.
+wheel-test: $(VENV)/.release-requirements $(VENV)/.built
+	PYTHON=$(PYTHON) .ci/wheel
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
@@ -207,7 +216,7 @@ $(OLD_DEEPSPEED)/.installed: $(VENV)/.test-requirements
 release-test: export TEST_TURN = 1/1
 release-test: lint types docs native-test clang-test sanitize arm-python-test
 	$(MAKE) arm-test ARM_VARIANT=shipped
-	$(MAKE) old-cpu-test grace cuda-kernels test old-deepspeed-test benchmarks-test fresh-clone-test
+	$(MAKE) old-cpu-test grace cuda-kernels test old-deepspeed-test benchmarks-test fresh-clone-test wheel-test
 
 # Every benchmark on little, to see that it works.
 benchmarks-test: $(VENV)/.test-ready

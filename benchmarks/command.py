@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,24 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+@contextmanager
+def clock(name: str) -> Iterator[None]:
+    """Says every 15 seconds how long a benchmark has been running: some print their figures at the end."""
+    over, began = threading.Event(), time.monotonic()
+
+    def tick() -> None:
+        while not over.wait(15):
+            say(f"{name}: {time.monotonic() - began:.0f} s so far")
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def start(
     parser: argparse.ArgumentParser,
     run: Callable[[argparse.Namespace], Report],
@@ -62,7 +83,8 @@ def start(
         check_writable(args.json, "json")
         check_writable(picture, "plot")
         report: Report = {**facts(), "command": [*parser.prog.split(), *sys.argv[1:]]}
-        report |= run(args)
+        with clock(parser.prog):
+            report |= run(args)
         if args.json:
             write_results(args.json, report)
     except SuperOffloadError as error:

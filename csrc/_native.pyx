@@ -527,6 +527,7 @@ cdef class Completion:
 
 cdef class WorkerPool:
     cdef shared_ptr[CWorkerPool] held
+    cdef object __weakref__  # CPUAdamW's optimizers share pools for as long as one of them lives
 
     def __init__(self, vector[int] cpus):
         self.held = CWorkerPool.create(cpus)

@@ -26,7 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 MACHINES = ("x86_64", "aarch64")
 GLIBC = "2.28"
 LARGEST = 4 << 20  # bytes of a wheel
-_BUILD = "import sys; from setuptools import build_meta as b; print(b.{what}(sys.argv[1], {{'--build-option': sys.argv[2:]}}))"
+_BUILD = """
+import sys
+from setuptools import build_meta
+print(build_meta.{what}(sys.argv[1], {{"--build-option": sys.argv[2:]}}))"""
 _UNRELEASED = "## [Unreleased]\n"
 
 

@@ -49,7 +49,8 @@ def __getattr__(name: str) -> Any:
     if name == "_native":  # asked for before the import system looks for it: here an absence can be explained
         return _extension()
     if name not in _HOMES:
-        raise AttributeError(f"module 'superoffload' has no attribute {name!r}")
+        hint = "; 8-bit moments are AdamW(..., state_dtype='8bit')" if "8bit" in name.lower() else ""
+        raise AttributeError(f"module 'superoffload' has no attribute {name!r}{hint}")
     return getattr(import_module(_HOMES[name]), name)
 
 
@@ -60,9 +61,8 @@ def _extension() -> Any:
         if error.name != "superoffload._native":
             raise
         raise ImportError(
-            f"the compiled part of superoffload is not in {__path__[0]}, or was built for another version of Python. "
-            "Is that a clone in whose folder Python was started? Then build it there (pip install --editable .), or "
-            "start Python in another folder, where it finds the installed package",
+            f"the compiled part of superoffload is not in {__path__[0]}. Is that a clone in whose folder Python was "
+            "started? Then build it there (pip install --editable .), or start Python in another folder",
             name=error.name,
         ) from None
 

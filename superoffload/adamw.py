@@ -76,7 +76,7 @@ class AdamW(Optimizer):
         rank_check: "off", "light" (one exchange of at most 128 bytes per step), "full" (everything in every step) or
             {"full": N} (light, and everything every N steps). Unless it is "off", everything is checked in the first
             three steps and after a load (docs/ranks.md). It has no effect in a single process.
-        trace: the file to write a timeline of every step to, replaced if it is there (docs/metrics.md#timeline); None: none.
+        trace: the file to write a timeline of every step to, replaced if it is there (docs/metrics.md); None: none.
         module: the module whose forward passes wait for parameters on demand. It also serves as ``model``.
         model: the model of these parameters. Errors use its qualified names, and a full check sees the parameters that
             its forward gathers (``fully_shard``). A ``DistributedDataParallel`` gets our communication hook, so that

@@ -39,7 +39,7 @@ class Machine:
         return self.overhead + self.bytes_of[operation] * numel / self.memory
 
 
-# The processors and the link of a GH200 while transfers run, by published measurements (docs/settings.md#does-it-fit-superoffload-plan).
+# The processors and the link of a GH200 while transfers run, by published measurements (docs/settings.md).
 GRACE = Machine(memory=420e9, down=297e9, up=375e9)
 # The same processors behind PCI Express 5 x16, at the planner's share of its nominal bandwidth.
 BEHIND_PCIE = Machine(memory=420e9, down=54e9, up=54e9)

@@ -1,9 +1,9 @@
-"""Prepares what travels to a bare machine with a GPU, and prints the commands: `make slot PYTHON=/path/to/python3.12`.
+"""Prepares what travels to a bare machine with a GPU, and prints the commands: `make slot`.
 
-    build/gpu-venv/bin/python -m benchmarks.gpu_suite.slot [FOLDER]
+    .venv/bin/python -m benchmarks.gpu_suite.slot [FOLDER]
 
-It builds the extension for the Python that runs it, fetches the wheels of the peers, and takes the published results
-along. What is there already is left alone, so that the command may be given before every slot.
+It builds the extension, fetches the wheels of the peers for the Python there, and takes the published results along.
+What is there already is left alone, so that the command may be given before every slot.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ FETCHED: dict[tuple[str, ...], list[str]] = {  # pip's words, and what it gets w
 }
 
 
-def prepare(folder: Path, builder: str) -> list[str]:
-    """Fills ``folder``; ``builder``: a Python with torch, which DeepSpeed's set-up imports. Returns what is missing."""
+def prepare(folder: Path, python: str) -> list[str]:
+    """Fills ``folder`` for a machine with that version of Python. Returns what is missing."""
     missing = []
     built = folder / prebuilt_name()
     if not built.is_file():
@@ -52,7 +52,7 @@ def prepare(folder: Path, builder: str) -> list[str]:
     for words, names in FETCHED.items():
         for name in names:
             if not _has_wheel(folder / "wheels", name):
-                reason = _fetch(folder / "wheels", words, name, builder)
+                reason = _fetch(folder / "wheels", words, name, python)
                 if reason:
                     missing.append(f"the wheel of {name}: {reason}")
     results = folder / "gpu_suite.json"
@@ -67,18 +67,24 @@ def _has_wheel(wheels: Path, name: str) -> bool:
     return any(wheels.glob(f"{project.replace('-', '_')}-{version or '*'}-*.whl"))
 
 
-def _fetch(wheels: Path, words: tuple[str, ...], name: str, builder: str) -> str:
+def _fetch(wheels: Path, words: tuple[str, ...], name: str, python: str) -> str:
     """Returns why a wheel could not be had; empty: it is there."""
-    python = builder if words[0] == "wheel" else sys.executable
-    kind = ["-w", str(wheels)] if words[0] == "wheel" else ["-d", str(wheels), "--python-version", _version()]
-    command = [python, "-m", "pip", words[0], "-q", "--no-deps", "--disable-pip-version-check", *words[1:], *kind, name]
+    kind = ["-w", str(wheels)] if words[0] == "wheel" else ["-d", str(wheels), "--python-version", python]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        words[0],
+        "-q",
+        "--no-deps",
+        "--disable-pip-version-check",
+        *words[1:],
+        *kind,
+        name,
+    ]
     environment = {**os.environ, "DS_BUILD_OPS": "0"}
     shown = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
     return "" if shown.returncode == 0 else shown.stderr.strip().rpartition("\n")[2] or f"exit {shown.returncode}"
-
-
-def _version() -> str:
-    return ".".join(platform.python_version_tuple()[:2])
 
 
 def _shown(folder: Path) -> Path:
@@ -88,12 +94,14 @@ def _shown(folder: Path) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=CARRIED, help="default: %(default)s")
-    parser.add_argument("--builder", default=sys.executable, help="a Python with torch (default: this one)")
+    parser.add_argument("--python", default="3.12", help="the version of the machine's Python (default: %(default)s)")
     chosen = parser.parse_args()
-    missing = prepare(chosen.folder, chosen.builder)
+    missing = prepare(chosen.folder, chosen.python)
     files = sorted(file for file in chosen.folder.rglob("*") if file.is_file())
     size = sum(file.stat().st_size for file in files)
-    print(f"{_shown(chosen.folder)}: {size / 1e6:.1f} MB for Python {_version()}; at most {LIMIT / 1e6:.1f} MB travel")
+    print(
+        f"{_shown(chosen.folder)}: {size / 1e6:.1f} MB for Python {chosen.python}; at most {LIMIT / 1e6:.1f} MB travel"
+    )
     for file in files:
         print(f"  {file.stat().st_size / 1e6:6.2f} MB  {file.relative_to(chosen.folder)}")
     if size > LIMIT:

@@ -4,8 +4,8 @@
     superoffload.integrations.megatron.enable()
 
 After ``enable()``, ``optimizer_cpu_offload=True`` in an ``OptimizerConfig`` with ``optimizer="adam"`` gets our class
-where Megatron names ``torch.optim.AdamW``; streams, copies, clipping and checkpoints stay Megatron's. docs/frameworks.md#megatron-core
-has what is honoured and what is refused.
+where Megatron names ``torch.optim.AdamW``; streams, copies, clipping and checkpoints stay Megatron's.
+docs/frameworks.md#megatron-core has what is honoured and what is refused.
 """
 
 from __future__ import annotations

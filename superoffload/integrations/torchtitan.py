@@ -1,7 +1,8 @@
 """Adapts torchtitan: its Trainer trains with ``superoffload.AdamW`` after an override of its configuration.
 
 On the command line: ``--override.imports superoffload.integrations.torchtitan.offload``. In a config_registry:
-``config.optimizer = offload(config.optimizer)``. docs/frameworks.md#torchtitan has what is kept, what is refused and an example.
+``config.optimizer = offload(config.optimizer)``. docs/frameworks.md#torchtitan has what is
+kept, what is refused and an example.
 
 torchtitan clips between backward and ``step()`` with ``torchtitan.distributed.utils.clip_grad_norm_``. Here clipping is
 part of the optimizer's verdict, so that the step can run during backward, and gradients are not read again. So that

@@ -30,8 +30,8 @@ try:
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 except ImportError as error:
     raise ImportError(
-        f"superoffload.integrations.verl needs verl >= 0.9.1 and what its FSDP engine imports: {error}. docs/frameworks.md#verl "
-        "says what that is"
+        f"superoffload.integrations.verl needs verl >= 0.9.1 and what its FSDP engine imports: {error}. "
+        "docs/frameworks.md#verl says what that is"
     ) from error
 
 _OURS_TO_SET = ("params", "model", "module", "max_grad_norm")

@@ -1,4 +1,4 @@
-"""Estimates a model's size, and the memory and the time of a training step; docs/settings.md#does-it-fit-superoffload-plan describes how."""
+"""Estimates a model's size, and the memory and the time of a training step; docs/settings.md describes how."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import importlib.util
 import os
@@ -113,6 +114,27 @@ def test_everything_that_any_machine_compiles_is_shipped(source_tree: Path, tmp_
     shipped = {path.name: path.read_bytes() for path in (tmp_path / "superoffload/links/cuda/sources").iterdir()}
     kernels = [path for pattern in ("*.cu", "*.cuh", "options.txt") for path in (ROOT / "csrc/cuda").glob(pattern)]
     assert shipped == {path.name: path.read_bytes() for path in kernels} and "options.txt" in shipped
+
+
+# ---- releases ----
+
+
+def test_a_release_dates_the_changelog_and_sets_the_version(tmp_path: Path) -> None:
+    release = load_file(ROOT / "scripts/release.py")
+    (tmp_path / "superoffload").mkdir()
+    version, log = tmp_path / "superoffload/_version.py", tmp_path / "CHANGELOG.md"
+    version.write_text('"""The version."""\n\n__version__ = "0.9.1"\n')
+    log.write_text("# Changelog\n\n## [Unreleased]\n\n- New.\n\n## [0.9.1] - 2026-01-01\n")
+    before = version.read_text(), log.read_text()
+    for wrong in ("0.9.1", "0.9", "0.8.9", "1.0.0rc1"):
+        with pytest.raises(release.ReleaseError, match=rf"--version {re.escape(wrong)}: .*higher than 0\.9\.1"):
+            release.set_version(wrong, tmp_path)
+    assert before == (version.read_text(), log.read_text())
+    release.set_version("0.10.0", tmp_path, datetime.date(2026, 2, 3))
+    assert '__version__ = "0.10.0"\n' in version.read_text()
+    assert "## [Unreleased]\n\n## [0.10.0] - 2026-02-03\n\n- New.\n\n## [0.9.1]" in log.read_text()
+    with pytest.raises(release.ReleaseError, match="nothing under"):
+        release.set_version("0.11.0", tmp_path)
 
 
 # ---- pinned requirements ----

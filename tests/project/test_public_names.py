@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 import superoffload
 from tests.support.checkout import ROOT
 
@@ -27,6 +29,11 @@ def test_modules_are_there_without_an_import_of_their_own() -> None:
     assert done.returncode == 0, done.stderr
     expected = "save load Limits PrometheusExporter ArgumentError span superoffload.kernels"
     assert done.stdout.split() == ["superoffload.integrations.fsdp2", *expected.split()]
+
+
+def test_the_name_that_others_give_8_bit_moments_leads_to_ours() -> None:
+    with pytest.raises(AttributeError, match=r"AdamW8bit.*AdamW\(\.\.\., state_dtype='8bit'\)"):
+        superoffload.__getattr__("AdamW8bit")
 
 
 def test_every_module_of_the_reference_is_reachable() -> None:

@@ -1,8 +1,8 @@
 """Tests that run once more with their optimizers over the CUDA link and the fake driver (tests/support/fake_cuda.py).
 
-Those are the tests that fill the column "stand_in" of docs/limits.md#what-works, by the hooks in tests/conftest.py. A run
-counts only if a link was made and gradients went over it. Where a cell says that gradients are brought back, some are,
-and else none. (Tests of checkpoints accumulate without accumulate(), on purpose: their cells are about other things.)
+The hooks in tests/conftest.py run them. A run counts only if a link was made and gradients went over it. Where a test's
+mark says that gradients are brought back, some are, and else none. (Tests of checkpoints accumulate without
+accumulate(), on purpose: they are about other things.)
 
 A step() over the link takes back what waits for a worker. Here it waits for that instead, so that what tests say of
 counters holds at any speed of the workers.

@@ -77,9 +77,7 @@ class PinnedArena:
             threads=min(_TOUCHING_THREADS, len(allowed_cpus())),
             chunk=chunk,
         )
-        self._bytes = np.asarray(self._memory)
-        self._used = 0
-        self.nbytes = nbytes
+        self._used, self.nbytes = 0, nbytes
 
     @property
     def pinned(self) -> bool:
@@ -95,7 +93,7 @@ class PinnedArena:
         nbytes = numel * dtype.itemsize
         start = place(self._used + taken(nbytes) - aligned(nbytes), nbytes, self._memory.chunk)
         self._used = start + nbytes
-        return torch.frombuffer(self._bytes, dtype=dtype, count=numel, offset=start)
+        return torch.frombuffer(np.asarray(self._memory), dtype=dtype, count=numel, offset=start)
 
     def reset(self) -> None:
         """Hands out everything again from the front; no earlier tensor is in use."""
