@@ -21,7 +21,8 @@ def add_option(group: argparse._ActionsContainer, flag: str, *, help: str, **set
 
 
 def meant(word: str, names: Iterable[str]) -> str:
-    return "".join(f"did you mean {name}? " for name in get_close_matches(word, list(names), n=1))
+    found = [name for name in names if word and name.startswith(word)] or get_close_matches(word, list(names), n=1)
+    return f"did you mean {' or '.join(found)}? " if found else ""
 
 
 def check_writable(path: str | None, argument: str) -> None:
