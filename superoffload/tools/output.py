@@ -31,8 +31,7 @@ def check_writable(path: str | None, argument: str) -> None:
         return
     is_new = not os.path.lexists(path)
     try:
-        with open(path, "a", encoding="utf-8"):
-            pass
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
         if is_new:
             Path(path).unlink(missing_ok=True)  # other ranks check it at the same time
     except OSError as error:

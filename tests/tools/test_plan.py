@@ -248,6 +248,7 @@ def test_unusable_configs(tmp_path: Path) -> None:
         ("--model seven", ["model='seven'", "7B", "config.json"]),
         ("--model nowhere.json", ["model=nowhere.json", "No such file"]),
         ("--model 7B --hardware rtx-1", ["hardware='rtx-1'", "rtx-4090"]),
+        ("--model 7B --hardware H100", ["hardware='H100'", "did you mean h100-card or h100-pcie5?"]),
         ("--model 7B --ranks 0", ["ranks=0"]),
         ("--model 7B --utilization 2", ["utilization=2.0"]),
         ("--model 7B --host-memory 128XB", ["host_memory='128XB'", "128GB"]),
