@@ -313,7 +313,7 @@ class _RecordingPool:
         self, work: _native.BucketWork, operation: _native.Operation, *rest: Any, **named: Any
     ) -> _native.Completion:
         completion = self._pool.submit(work, operation, *rest, **named)
-        verb = str(operation).rpartition(".")[2]
+        verb = operation.name
         self._timeline.submitted(work, {"step_journaled": "speculate"}.get(verb, verb), completion)
         return completion
 

@@ -283,7 +283,8 @@ class Intake:
         """Gives the engine the gradient that the user sees."""
         main = main_grad_of(tracked.param)
         grad = unpacked(tracked.param) if main is None else main
-        assert grad is not None
+        if grad is None:
+            return  # an earlier hook, or another thread, has removed it
         check_gradient(tracked.shard.name, tracked.param, grad)
         self._accumulation.fp32.check(tracked.shard.name, tracked.param, grad)
         if tracked.plainly_written:  # for writes that versions do not show, step() undoes the speculation
@@ -291,13 +292,12 @@ class Intake:
         self._follow_dtype(tracked, grad.dtype)
         self._begin_filling(in_backward=in_backward)
         shard, engine = tracked.shard, self._engine
-        kept = main is not None
         tracked.gradient.forget_placeholder()
         # Fused kernels raise no version when they add. Comparing a DTensor that stays on a device with the packed
         # gradient in host memory would copy it down again. In both cases sums of bits are compared.
         kept_there = is_dtensor(grad) and engine.link.asynchronous and not engine.link.frees_gradients
-        summed = kept or kept_there
-        shard.gradient_stays(kept=kept, summed=summed and engine.link.sums_what_it_packs)
+        summed = main is not None or kept_there
+        shard.gradient_stays(kept=main is not None, summed=summed and engine.link.sums_what_it_packs)
         tracked.gradient.remember(grad, summed=summed and not shard.sums_gradient)
         with room_on_device(shard.name):
             part = tracked.holding.part_of_gradient(grad).to(shard.gradient_dtype)

@@ -22,6 +22,7 @@ from superoffload.engine.bucket import Bucket
 from superoffload.engine.engine import Engine
 from superoffload.errors import ArgumentError, StateError
 from superoffload.links.cuda.link import CudaLink
+from superoffload.optimizer import intake
 from tests.support.adamw_training import batch, check_counters, model_of, run_python
 from tests.support.fake_cuda import Fake, on_fake_device, on_host
 
@@ -134,6 +135,22 @@ def test_an_error_that_was_lost_with_its_thread_is_raised_by_step() -> None:
         assert not together(backward)
         optimizer.step()
         assert optimizer.stats()["steps"] == 1
+
+
+def test_a_gradient_that_another_thread_removes_meanwhile_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    removed = next(model.parameters())
+
+    def zero_grad_beside(param: torch.Tensor) -> None:
+        if param is removed:
+            param.grad = None
+
+    monkeypatch.setattr(intake, "await_gradient", zero_grad_beside)
+    with AdamW(model.parameters(), speculation="always", threads=1) as optimizer:
+        before = removed.detach().clone()
+        batch(model, 0).backward()
+        optimizer.step()
+        assert optimizer.stats()["steps"] == 1 and torch.equal(removed, before)
 
 
 @contextmanager
