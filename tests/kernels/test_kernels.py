@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +24,15 @@ from tests.support.reference.adam import Hyper
 ISAS = kernels.available_isas()
 
 each_mode = pytest.mark.parametrize("mode", ["adamw", "l2"])
+NEEDED = {"avx2": {"avx2", "fma", "f16c"}}  # flags of an x86 processor, by Linux's names
+NEEDED["avx512"] = NEEDED["avx2"] | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 processor, whose flags Linux lists")
+def test_every_set_that_the_processor_has_is_found() -> None:
+    found = re.search(r"(?m)^flags\s*: (.*)$", Path("/proc/cpuinfo").read_text())
+    flags = set(found[1].split()) if found else set()
+    assert ISAS == ["scalar", *(isa for isa, needed in NEEDED.items() if needed <= flags)]
 
 
 @each_isa
