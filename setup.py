@@ -35,7 +35,7 @@ from setuptools.errors import BaseError, CCompilerError, CompileError, OptionErr
 
 ROOT = Path(__file__).resolve().parent
 MODULE = "superoffload._native"
-BINDINGS = "csrc/_native.pyx"
+BINDINGS, DECLARATIONS = "csrc/_native.pyx", "csrc/_native.pxd"
 OLDEST_PYTHON = (3, 10)
 KERNEL_SOURCES = ("*.cu", "*.cuh", "options.txt")  # in csrc/cuda
 FAILURES = (BaseError, CCompilerError, OSError)  # raised by a failed compiler; setuptools' errors share no base
@@ -217,6 +217,8 @@ def is_current(target: Path, depends: Path, source: str) -> bool:
     made = target.stat().st_mtime_ns
     rule = depends.read_text().replace("\\\n", " ")  # "target: file file ...", spaces in names escaped
     read = [source, *shlex.split(rule.split(": ", 1)[-1])]
+    if source == BINDINGS:
+        read.append(DECLARATIONS)
     return all(Path(path).is_file() and Path(path).stat().st_mtime_ns < made for path in read)
 
 
