@@ -12,7 +12,7 @@ import torch
 
 from superoffload import AdamW
 
-COUNTS = (4, 16, 64, 256)
+COUNTS = (4, 256)
 WIDTH = 256
 
 
