@@ -15,16 +15,17 @@ import threading
 import time
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's annotations leave it out
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # torch's annotations leave it out
 
 from superoffload.errors import ArgumentError, RankError
 from superoffload.host.numbers import check_number
@@ -180,7 +181,7 @@ class Gather:
         self._group, self._what = group, what
         self._parts = [torch.empty_like(mine) for _ in group.ranks]
         with group.naming_the_lost(what):
-            self._work = dist.all_gather(self._parts, mine, group=group.gloo, async_op=True)
+            self._work = group.gloo.allgather([self._parts], [mine])
 
     def wait(self) -> list[Tensor]:
         with self._group.naming_the_lost(self._what):
@@ -209,9 +210,10 @@ class Exchange:
 
 
 class RankGroup:
-    """Lets ranks (global numbers, ascending) exchange messages. All of them must make it, in the same order."""
+    """Lets ranks (global numbers, ascending) exchange messages. All of them must make it, in the same order.
+    ``number``: of this world's groups of these ranks."""
 
-    def __init__(self, ranks: Sequence[int], timeout: float) -> None:
+    def __init__(self, ranks: Sequence[int], timeout: float, number: int) -> None:
         self.ranks = list(ranks)
         self._world = weakref.ref(_this_world())
         self.rank = dist.get_rank()
@@ -219,7 +221,7 @@ class RankGroup:
         self.patience = timeout * (1.0 - _ROLL_CALL)
         self.failure: str | None = None
         self._sessions = 0
-        self.gloo = self._make_gloo()
+        self.gloo = self._make_gloo(f"superoffload/{'-'.join(map(str, ranks))}/{number}")
         self._calls = 0
         self.hosts = Hosts({})
         self._roll_call = RollCall(self.ranks, self.rank, timeout * _ROLL_CALL)
@@ -232,12 +234,15 @@ class RankGroup:
         self._sessions += 1
         return self._sessions
 
-    def _make_gloo(self) -> Any:
-        whole_world = len(self.ranks) == dist.get_world_size()
+    def _make_gloo(self, name: str) -> Any:
+        """Not by ``new_group()``: torch names groups by how many a rank has made, so the program's next group would
+        hang if some ranks alone had made one of ours."""
 
         def make() -> Any:
-            limit = timedelta(seconds=self.timeout)
-            return dist.new_group(self.ranks, timeout=limit, backend="gloo", use_local_synchronization=not whole_world)
+            from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_store
+
+            limit, me = timedelta(seconds=self.timeout), self.ranks.index(self.rank)
+            return ProcessGroupGloo(PrefixStore(name, _get_default_store()), me, len(self.ranks), limit)
 
         try:
             return within(self.timeout + GRACE, make)
@@ -324,7 +329,9 @@ def _this_world() -> Any:
 
 
 # Keyed by the world group: it lives from init_process_group() to destroy_process_group(), and our groups with it.
-_GROUPS: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], RankGroup]] = weakref.WeakKeyDictionary()
+# With them is counted how many were made of the same ranks.
+_Groups: TypeAlias = tuple[dict[tuple[Any, ...], "RankGroup"], "Counter[tuple[int, ...]]"]
+_GROUPS: weakref.WeakKeyDictionary[Any, _Groups] = weakref.WeakKeyDictionary()
 
 
 def rank_group(process_group: Any, timeout: float) -> RankGroup | None:
@@ -342,11 +349,12 @@ def rank_group(process_group: Any, timeout: float) -> RankGroup | None:
         return None
     if dist.get_rank() not in ranks:
         raise ArgumentError(f"process_group={process_group!r}: rank {dist.get_rank()} is not in it; pass its own group")
-    groups = _GROUPS.setdefault(_this_world(), {})
+    groups, made = _GROUPS.setdefault(_this_world(), ({}, Counter()))
     key = (tuple(ranks), timeout)
     kept = groups.get(key)
     if kept is None or kept.failure is not None:
-        kept = groups[key] = RankGroup(ranks, timeout)
+        made[key[0]] += 1
+        kept = groups[key] = RankGroup(ranks, timeout, made[key[0]])
     return kept
 
 

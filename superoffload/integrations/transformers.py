@@ -21,7 +21,7 @@ try:
     from transformers import Trainer, TrainerCallback
 except ImportError as error:
     raise ImportError(
-        "superoffload.integrations.transformers needs transformers >= 5 and accelerate: "
+        "superoffload.integrations.transformers needs transformers >= 5.3 and accelerate: "
         "pip install 'superoffload[transformers]'"
     ) from error
 
@@ -84,7 +84,7 @@ def _check(trainer: Any, options: dict[str, Any]) -> None:
     if not isinstance(trainer, Trainer):
         raise ArgumentError(f"trainer: {type(trainer).__name__}, expected a transformers.Trainer")
     if not (hasattr(trainer, "_clip_grad_norm") and hasattr(trainer, "_get_grad_norm")):
-        raise ArgumentError("trainer: this transformers clips in a way that is not known here; expected version >= 5")
+        raise ArgumentError("trainer: this transformers clips in a way that is not known here; expected version >= 5.3")
     if trainer.optimizer is not None:
         raise ArgumentError("trainer: it has an optimizer already; call offload() before train(), without optimizers=")
     if trainer.optimizer_cls_and_kwargs is not None:

@@ -161,7 +161,8 @@ class Parts:
             assert model is not None and followed is not None
             permanent.reductions, permanent.given = followed, replace(given, model=ref(model))
             return True
-        if late and self.ranks.session is not None and setup.first and not any(one.early for one in self.params):
+        waited = any(gradient_of(one.param) is not None for one in self.params)
+        if late and waited and setup.first and self.ranks.session and not any(one.early for one in self.params):
             self.advice.keep(NOTHING_EARLY)
         return False
 

@@ -14,7 +14,6 @@ from importlib.metadata import distributions
 from typing import Any
 
 from superoffload import __version__, kernels
-from superoffload.engine.journal import JOURNAL_BYTES_PER_PARAM
 from superoffload.errors import KernelsUnavailable
 from superoffload.host import processors as host
 from superoffload.host import system as files
@@ -32,7 +31,7 @@ _ISA_FLAGS = {"avx2": "avx2 fma f16c", "avx512": "avx512f avx512bw avx512vl avx5
 _PACKAGES: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {  # what needs it; oldest and newest version
     "torch": ("AdamW, FSDP2, DDP", ((2, 6),)),
     "deepspeed": ("DeepSpeed", (OLDEST, NEWEST)),
-    "transformers": ("transformers", ((5,),)),
+    "transformers": ("transformers", ((5, 3),)),
     "accelerate": ("transformers", ((1, 10),)),
 }
 
@@ -125,12 +124,7 @@ def memory(system: System) -> Iterator[Finding]:
         yield Finding("the system does not tell how much memory there is", "mount /proc in the container")
         return
     within = f" (the control group's limit is {limit[0] / GIB:.1f} GiB)" if limit else ""
-    sizes = (state + 2 + 2 + JOURNAL_BYTES_PER_PARAM for state in (12, 6, 4))  # and packed gradient, shadow, journal
-    fp32, bf16, least = (f"{usable / size / 1e9:.1f} B parameters at {size:g} bytes" for size in sizes)
-    yield Finding(
-        f"{usable / GIB:.1f} GiB usable{within}, enough for the optimizer of {fp32}, or of {bf16} with "
-        f"master_dtype='split' and state_dtype='bf16', or of {least} with 'split' and '8bit'"
-    )
+    yield Finding(f"{usable / GIB:.1f} GiB usable{within}; `superoffload plan` says for which models that is enough")
     swap = system.fields("/proc/meminfo")
     swapped = (as_number(swap.get("SwapTotal")) or 0) - (as_number(swap.get("SwapFree")) or 0)
     if swapped > 1 << 20:  # KiB

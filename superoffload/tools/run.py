@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,6 +38,10 @@ def run(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise ArgumentError("run: no command; expected one, such as: superoffload run -- torchrun train.py")
+    if find_spec("deepspeed") is None:
+        print(
+            "superoffload: warning: this Python has no deepspeed; run changes DeepSpeed programs only", file=sys.stderr
+        )
     replace_process(command)
 
 

@@ -162,6 +162,23 @@ def test_where_nothing_can_be_stepped_early_the_first_rank_says_so_once() -> Non
     assert not any(any(counts) for counts, _ in on_ranks(2, partial(said, speculation="never"), words, ""))
 
 
+def without_gradients() -> list[int]:
+    """How many warnings each step gives where another model is trained than the optimizer has."""
+    counts = []
+    with AdamW(net(torch.float32).parameters(), **OPTIONS) as ours:
+        for _ in range(4):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                ours.step()
+            counts.append(sum("nothing is trained" in str(one.message) for one in caught))
+            assert len(caught) == counts[-1], [str(one.message) for one in caught]
+    return counts
+
+
+def test_parameters_without_gradients_are_not_said_to_be_right() -> None:
+    assert on_ranks(2, without_gradients) == [[0, 0, 1, 0]] * 2
+
+
 @pytest.mark.parametrize("replicated", ["replicate", "shard", "local"])
 def test_ddp_that_is_made_later_is_followed_until_it_is_made_anew(replicated: str, tmp_path: Path) -> None:
     told = partial(said, speculation="always", replicated=replicated)

@@ -41,6 +41,7 @@ NAMES = {
     "_fsdp_param_group": f"{_FSDP}._fsdp_state",
     "_fsdp_param_groups": "",  # of later versions of torch than those that are pinned; looked up with a default
     "_generate": "trl/trainer/grpo_trainer.py",
+    "_get_default_store": "torch.distributed.distributed_c10d",
     "_get_fsdp_state": f"{_FSDP}._fully_shard",
     "_get_grad_norm": "transformers/trainer.py",
     "_get_norm_groups": _STAGE3,
