@@ -41,8 +41,8 @@ CHECKED := checkpoints/loading checkpoints/manifests checkpoints/saving engine/b
     optimizer/unknown_arguments optimizer/unusual_parameters optimizer/user_code project/docs project/packaging \
     project/public_names tools/plan tools/verify tools/command_line tools/doctor
 TARGETS := demo test check docs build lint types format native-test clang-test sanitize-addresses sanitize-threads \
-    sanitize arm-test arm-python-test old-cpu-test grace cuda-kernels old-deepspeed-test benchmarks-test \
-    fresh-clone-test release-test slot wheels wheel-test clean
+    sanitize arm-test arm-python-test old-cpu-test grace cuda-kernels old-deepspeed-test oldest-test newest-test \
+    benchmarks-test fresh-clone-test release-test slot wheels wheel-test clean
 
 .DEFAULT_GOAL := help
 .PHONY: help FORCE $(TARGETS)
@@ -212,11 +212,16 @@ $(OLD_DEEPSPEED)/.installed: $(VENV)/.test-requirements
 	DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation --no-deps --target $(@D) deepspeed==$(OLD_DEEPSPEED:build/deepspeed-%=%)
 	@touch $@
 
+# Other versions of Python, torch and transformers: requirements/oldest.txt and newest.txt.
+oldest-test newest-test: %-test: $(VENV)/.built
+	.ci/other-versions $* || [ $$? = 75 ]  # which says what is missing
+
 # Everything, before a release and after a change to csrc. `.ci/run` takes turns with what takes long.
 release-test: export TEST_TURN = 1/1
 release-test: lint types docs native-test clang-test sanitize arm-python-test
 	$(MAKE) arm-test ARM_VARIANT=shipped
-	$(MAKE) old-cpu-test grace cuda-kernels test old-deepspeed-test benchmarks-test fresh-clone-test wheel-test
+	$(MAKE) old-cpu-test grace cuda-kernels test old-deepspeed-test oldest-test newest-test
+	$(MAKE) benchmarks-test fresh-clone-test wheel-test
 
 # Every benchmark on little, to see that it works.
 benchmarks-test: $(VENV)/.test-ready

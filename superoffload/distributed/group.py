@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -111,12 +111,9 @@ class RollCall:
         store = self._store
         missing = [rank for rank in self.ranks if rank != self.rank]
         if store is None:
-            return (
-                [],
-                f"; the roll call of rank {first} on {host} was not reached before, so it is not known who is missing",
-            )
-        deadline = time.monotonic() + self.seconds
-        heard: set[int] = set()  # filled by the thread, and read even if that never returns
+            unknown = "was not reached before, so it is not known who is missing"
+            return [], f"; the roll call of rank {first} on {host} {unknown}"
+        deadline, heard = time.monotonic() + self.seconds, set[int]()  # the thread fills it, and may never return
 
         def ask() -> None:
             store.set(f"{call}/{self.rank}", "here")
@@ -134,9 +131,9 @@ class RollCall:
             if first not in silent:
                 return silent, ""
             why = "could not be reached" if isinstance(error, TimeoutError) else "has ended"
-            rest = [rank for rank in silent if rank != first]
-            unknown = f", so nothing is known of {hosts.ranks(rest)}" if rest else ""
-            return [first], f"; the roll call of rank {first} on {host} {why}{unknown}"
+            silent.remove(first)
+            others = f", so nothing is known of {hosts.ranks(silent)}" if silent else ""
+            return [first], f"; the roll call of rank {first} on {host} {why}{others}"
         return [rank for rank in missing if rank not in heard], ""
 
 
@@ -210,8 +207,7 @@ class Exchange:
 
 
 class RankGroup:
-    """Lets ranks (global numbers, ascending) exchange messages. All of them must make it, in the same order.
-    ``number``: of this world's groups of these ranks."""
+    """Lets ranks (global numbers, ascending) exchange messages. All of them must make it, in the same order."""
 
     def __init__(self, ranks: Sequence[int], timeout: float, number: int) -> None:
         self.ranks = list(ranks)
@@ -220,9 +216,8 @@ class RankGroup:
         self.timeout = timeout
         self.patience = timeout * (1.0 - _ROLL_CALL)
         self.failure: str | None = None
-        self._sessions = 0
+        self._calls = self._sessions = 0
         self.gloo = self._make_gloo(f"superoffload/{'-'.join(map(str, ranks))}/{number}")
-        self._calls = 0
         self.hosts = Hosts({})
         self._roll_call = RollCall(self.ranks, self.rank, timeout * _ROLL_CALL)
         told = self.exchange_objects("the roll call", (self._roll_call.address, socket.gethostname()))
@@ -235,12 +230,11 @@ class RankGroup:
         return self._sessions
 
     def _make_gloo(self, name: str) -> Any:
-        """Not by ``new_group()``: torch names groups by how many a rank has made, so the program's next group would
-        hang if some ranks alone had made one of ours."""
+        """Not by ``new_group()``: torch names groups by how many a rank has made, so the program's next group of all
+        would hang if some ranks alone had made one of ours."""
+        from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_store
 
         def make() -> Any:
-            from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_store
-
             limit, me = timedelta(seconds=self.timeout), self.ranks.index(self.rank)
             return ProcessGroupGloo(PrefixStore(name, _get_default_store()), me, len(self.ranks), limit)
 
@@ -282,9 +276,8 @@ class RankGroup:
         frame = Exchange(self, what, b"", mine.numel() * mine.element_size())
         frame.wait()
         if len(set(frame.follows)) > 1:
-            lengths = ", ".join(
-                f"{self.hosts.rank(r)}: {n} bytes" for r, n in zip(self.ranks, frame.follows, strict=True)
-            )
+            told = zip(self.ranks, frame.follows, strict=True)
+            lengths = ", ".join(f"{self.hosts.rank(rank)}: {length} bytes" for rank, length in told)
             self._fail(f"{what}: not equally long on all ranks ({lengths}); all must have the same gradients")
         return self.gather(what, mine).wait()
 
@@ -329,9 +322,8 @@ def _this_world() -> Any:
 
 
 # Keyed by the world group: it lives from init_process_group() to destroy_process_group(), and our groups with it.
-# With them is counted how many were made of the same ranks.
-_Groups: TypeAlias = tuple[dict[tuple[Any, ...], "RankGroup"], "Counter[tuple[int, ...]]"]
-_GROUPS: weakref.WeakKeyDictionary[Any, _Groups] = weakref.WeakKeyDictionary()
+_GROUPS: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], RankGroup]] = weakref.WeakKeyDictionary()
+_MADE: weakref.WeakKeyDictionary[Any, Counter[Any]] = weakref.WeakKeyDictionary()  # how many of the same ranks
 
 
 def rank_group(process_group: Any, timeout: float) -> RankGroup | None:
@@ -349,10 +341,10 @@ def rank_group(process_group: Any, timeout: float) -> RankGroup | None:
         return None
     if dist.get_rank() not in ranks:
         raise ArgumentError(f"process_group={process_group!r}: rank {dist.get_rank()} is not in it; pass its own group")
-    groups, made = _GROUPS.setdefault(_this_world(), ({}, Counter()))
-    key = (tuple(ranks), timeout)
+    groups, key = _GROUPS.setdefault(_this_world(), {}), (tuple(ranks), timeout)
     kept = groups.get(key)
     if kept is None or kept.failure is not None:
+        made = _MADE.setdefault(_this_world(), Counter())
         made[key[0]] += 1
         kept = groups[key] = RankGroup(ranks, timeout, made[key[0]])
     return kept

@@ -91,10 +91,8 @@ class PermanentParts:
 
     def check_sums(self, params: Params) -> None:
         """Checks that gradients of all parameters in the groups can be accumulated in fp32, if that was asked for."""
-        groups = range(len(self.groups.now))
-        self.accumulation.fp32.check_params(
-            [one for index in groups for one in params.named(index)], self.given.model()
-        )
+        named = [one for index in range(len(self.groups.now)) for one in params.named(index)]
+        self.accumulation.fp32.check_params(named, self.given.model())
 
 
 @dataclass(frozen=True)
@@ -114,9 +112,8 @@ class Parts:
     def adopt(self, permanent: PermanentParts, group: int) -> None:
         """Adopts the parameters of a group that train."""
         permanent.accumulation.fp32.begin(self.params.named(group), permanent.given.model())
-        self.intake.adopt(
-            group, [param for param in permanent.groups.now[group]["params"] if self.params.trains(param)]
-        )
+        params = permanent.groups.now[group]["params"]
+        self.intake.adopt(group, [param for param in params if self.params.trains(param)])
 
     def adopt_all(self, permanent: PermanentParts) -> None:
         """Adopts the parameters of all groups and announces them to other ranks."""

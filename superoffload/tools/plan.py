@@ -177,7 +177,7 @@ def code_for(settings: Settings, *, has_gpu: bool = True) -> list[str]:
         lines.append("model.gradient_checkpointing_enable()  # of transformers; else torch.utils.checkpoint")
     if settings.ranks > 1:
         lines.append("from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard")
-        lines.append('# first: init_process_group("nccl"); a model larger than one GPU: docs/ranks.md, FSDP2')
+        lines.append('# first: init_process_group("nccl"); for a model larger than one GPU see docs/ranks.md')
         lines.append("policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)")
         lines += ["for module in (*model.model.layers, model):", "    fully_shard(module, mp_policy=policy)"]
     kept = {"master_dtype": settings.master_dtype, "state_dtype": settings.state_dtype}

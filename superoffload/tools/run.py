@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 
 from superoffload.errors import ArgumentError
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-_INJECT = _PACKAGE / "integrations" / "deepspeed" / "inject"
+_INJECT = Path(__file__).resolve().parents[1] / "integrations" / "deepspeed" / "inject"
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

@@ -126,6 +126,7 @@ def test_what_is_set_is_set_back() -> None:
     assert _dtypes(converted.parameters()) == [torch.float32] * 6
 
 
+@needs_grad_dtype
 def test_a_model_and_its_optimizer_may_end_together_as_garbage() -> None:
     """Weak references to the parameters are gone when the optimizer closes itself; pytest fails what __del__ raises."""
     model: Any = nn.Linear(3, 3).bfloat16()

@@ -14,7 +14,9 @@ from torch import nn
 from superoffload import AdamW, CPUAdamW, checkpoints
 from tests.support.callers_modes import MODES, Mode
 
-LEAN: dict[str, Any] = {"state_dtype": "8bit", "master_dtype": "split", "accumulate_dtype": "fp32"}
+LEAN: dict[str, Any] = {"state_dtype": "8bit", "master_dtype": "split"}
+if hasattr(torch.Tensor, "grad_dtype"):
+    LEAN["accumulate_dtype"] = "fp32"
 KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "lean": (AdamW, {"max_grad_norm": 0.5, "bucket_numel": 1000, **LEAN}),
     "CPUAdamW": (CPUAdamW, {}),

@@ -22,6 +22,7 @@ import superoffload
 from superoffload import _native
 from superoffload.errors import ArgumentError, StateError, WorkerError
 from tests.support.adamw_training import assert_worker_threads, worker_threads, worker_threads_when
+from tests.support.fp32_gradients import needs_grad_dtype
 
 
 def parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.nn.Parameter]:
@@ -285,6 +286,7 @@ def test_what_a_program_changes_between_steps_counts(change: Changes) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@needs_grad_dtype
 def test_gradients_of_another_kind_count_or_are_refused() -> None:
     half = torch.nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16))
     signs = torch.nn.Parameter(torch.ones(6))

@@ -36,7 +36,7 @@ def train_step(optimizer: superoffload.AdamW, scale: float = 1.0) -> None:
 
 
 def test_documentation_has_every_name_with_its_unit() -> None:
-    page = (ROOT / "docs/metrics.md").read_text()
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     for name, (unit, text) in {**TOTALS, **PER_STEP}.items():
         assert f"| `{name}` | {unit} | {text} |" in page, f"docs/metrics.md lacks {name}, or says something else"
     for rule in re.findall(r"superoffload_(\w+)", page):

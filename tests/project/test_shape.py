@@ -17,7 +17,7 @@ FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PA
 # Lines and files of each folder, which may only fall.
 BUDGET = {
     "root": (1749, 10),
-    "optimizer": (5491, 24),
+    "optimizer": (5489, 24),
     "engine": (3734, 17),
     "links": (1898, 12),
     "distributed": (1886, 6),
