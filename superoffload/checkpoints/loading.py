@@ -151,13 +151,13 @@ class _Checkpoint:
         from safetensors import SafetensorError
 
         try:
-            values: Tensor = self._file(file).get_tensor(key)
+            with torch.device("cpu"):  # safetensors before 0.6 takes the caller's default
+                values: Tensor = self._file(file).get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise ArgumentError(f"{self.folder / file}: damaged ({shortened(str(error))})") from error
         if values.shape != piece.box.lengths:
-            raise ArgumentError(
-                f"{self.folder / file}: {key} has shape {tuple(values.shape)}, the manifest says {piece.box.lengths}"
-            )
+            shapes = f"{tuple(values.shape)}, the manifest says {piece.box.lengths}"
+            raise ArgumentError(f"{self.folder / file}: {key} has shape {shapes}")
         return values
 
     def _open(self, file: str) -> Any:

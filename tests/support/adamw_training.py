@@ -203,7 +203,8 @@ def run_python(script: str, timeout: float = 120) -> subprocess.CompletedProcess
 def python() -> QuickPython:
     """An optimizer loads torch._dynamo, which takes longer than most scripts. Ours is not loaded before a script asks
     for it, since some look at what ends first."""
-    return QuickPython(["torch", "torch._dynamo"], {**os.environ, "PYTHONPATH": os.getcwd()})
+    quiet = "ignore:This process:DeprecationWarning"  # is multi-threaded and forks: Python 3.12 and newer say it
+    return QuickPython(["torch", "torch._dynamo"], {**os.environ, "PYTHONPATH": os.getcwd(), "PYTHONWARNINGS": quiet})
 
 
 def grads_of(model: nn.Module) -> list[Tensor]:
