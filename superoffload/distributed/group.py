@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # torch's annotations leave it out
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's annotations leave it out
 
 from superoffload.errors import ArgumentError, RankError
 from superoffload.host.numbers import check_number
@@ -232,7 +232,7 @@ class RankGroup:
     def _make_gloo(self, name: str) -> Any:
         """Not by ``new_group()``: torch names groups by how many a rank has made, so the program's next group of all
         would hang if some ranks alone had made one of ours."""
-        from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_store
+        from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_store
 
         def make() -> Any:
             limit, me = timedelta(seconds=self.timeout), self.ranks.index(self.rank)
