@@ -1,5 +1,7 @@
 """FSDP2 with torchrun: fully_shard, bf16 compute with fp32 reduction, checkpoints that any number of ranks loads.
 
+Runs on GPUs, or on processors where there is none.
+
 torchrun --nproc-per-node 2 examples/fsdp2.py --text some.txt --out runs/fsdp2
 torchrun --nproc-per-node 4 examples/fsdp2.py --text some.txt --out runs/fsdp2 --resume
 """
@@ -7,6 +9,7 @@ torchrun --nproc-per-node 4 examples/fsdp2.py --text some.txt --out runs/fsdp2 -
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -28,12 +31,15 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
 
-    dist.init_process_group("gloo")
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
     rank, world = dist.get_rank(), dist.get_world_size()
     text = torch.frombuffer(bytearray(args.text.read_bytes()), dtype=torch.uint8).long()
     torch.manual_seed(1)
-    model = LanguageModel(width=64, layers=2).bfloat16()
-    mesh = init_device_mesh("cpu", (world,))
+    model = LanguageModel(width=64, layers=2).bfloat16().to(kind)
+    mesh = init_device_mesh(kind, (world,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -46,7 +52,7 @@ def main() -> None:
         first = checkpoints.load(folder, model, optimizer)["step"]
     for step in range(first, args.steps):
         optimizer.zero_grad()
-        loss = model(batch(text, world * step + rank, rows=8))
+        loss = model(batch(text, world * step + rank, rows=8).to(kind))
         loss.backward()
         optimizer.step()
         if rank == 0 and (step % 10 == 0 or step == args.steps - 1):

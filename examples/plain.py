@@ -29,7 +29,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x, targets = tokens[:, :-1], tokens[:, 1:]
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=self.head.weight.dtype)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device, dtype=self.head.weight.dtype)
         hidden = self.tokens(x) + self.positions.weight[: x.shape[1]]
         logits = self.head(self.layers(hidden, mask=mask, is_causal=True))
         loss: Tensor = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
