@@ -340,16 +340,16 @@ class AdamW(Optimizer):
         self.check_usable()
         self._parts.state.load_masters(masters)
 
-    def state_dict(self) -> StateDict:
+    def state_dict(self, *, copy: bool = True) -> StateDict:
         """Returns the state of the last finished step: ``torch.optim.AdamW``'s layout plus ``master`` per parameter.
 
-        It is a copy in host memory, as large as ``exp_avg``, ``exp_avg_sq`` and masters together;
-        ``superoffload.checkpoints.save`` needs none. DTensor parameters have DTensors. State that is spread over ranks
-        (``replicated="shard"``) is gathered, so all ranks must call this then."""
+        It is a copy in host memory, as large as moments and masters. ``copy=False``, to save it before the next
+        backward: the state itself, as torch has it; only split masters and 8-bit moments are copied. DTensor parameters
+        have DTensors. With ``replicated="shard"`` state is gathered, so all ranks must call this."""
         self.check_usable(closed_too=True)
         if is_copying_state():
             return {"state": {}, "param_groups": []}
-        return self._parts.state.as_dict(super().state_dict)
+        return self._parts.state.as_dict(super().state_dict, copy=copy)
 
     @outside_inference
     def load_state_dict(self, state_dict: StateDict) -> None:

@@ -100,9 +100,7 @@ class Arguments(BaseModel):
         if (config.fsdp or config.fsdp_config) and str(version) != "2":
             raise ValueError(f"fsdp_version: {version!r}, expected 2: superoffload knows the shards of FSDP2 alone")
         if config.relora:
-            raise ValueError(
-                "relora: True, expected false: it prunes the optimizer's moments, which was not tried here"
-            )
+            raise ValueError("relora: True, expected false: it prunes the optimizer's moments; not tried here")
         return self
 
 

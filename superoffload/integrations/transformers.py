@@ -7,6 +7,7 @@ during backward, and the norm is known after ``step()``, in time for Trainer's l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -21,8 +22,7 @@ try:
     from transformers import Trainer, TrainerCallback
 except ImportError as error:
     raise ImportError(
-        "superoffload.integrations.transformers needs transformers >= 5.3 and accelerate: "
-        "pip install 'superoffload[transformers]'"
+        "superoffload.integrations.transformers needs transformers >= 5.3: pip install 'superoffload[transformers]'"
     ) from error
 
 # Figures that users can act upon, for every line of the log; docs/metrics.md says how.
@@ -74,6 +74,7 @@ def offload(
     callback = Offload(names)
     trainer.optimizer_cls_and_kwargs = (AdamW, {**given, **options})
     trainer._load_optimizer_and_scheduler = on_host(trainer._load_optimizer_and_scheduler)
+    trainer._save_optimizer_and_scheduler = uncopied(trainer)
     trainer._clip_grad_norm = callback.norm_to_come
     trainer._get_grad_norm = callback.norm_to_come
     trainer.callback_handler.callbacks.insert(0, callback)  # before callbacks that report the log
@@ -93,9 +94,7 @@ def _check(trainer: Any, options: dict[str, Any]) -> None:
             "call offload() once, on a trainer that was not given another optimizer"
         )
     if trainer.is_deepspeed_enabled:
-        raise ArgumentError(
-            "trainer: it runs on DeepSpeed; use superoffload.integrations.deepspeed.enable() instead of offload()"
-        )
+        raise ArgumentError("trainer: it runs on DeepSpeed; use superoffload.integrations.deepspeed.enable() instead")
     name = getattr(trainer.args.optim, "value", trainer.args.optim)
     if name not in _ADAMW or trainer.args.optim_args:
         raise ArgumentError(f"trainer: optim={name!r}, optim_args={trainer.args.optim_args!r}: expected {_ADAMW[0]!r}")
@@ -107,13 +106,14 @@ def _check(trainer: Any, options: dict[str, Any]) -> None:
 
 
 def on_host(load: Callable[..., None]) -> Callable[..., None]:
-    """Has Trainer read checkpoints into host memory on several GPUs too; it would read the state onto each of them."""
+    """Has Trainer map checkpoints into host memory: it would read them whole, and onto each of several GPUs."""
 
     def load_on_host(*args: Any, **named: Any) -> None:
         stock, thread = torch.load, get_ident()
 
         def read(*file: Any, **options: Any) -> Any:
-            return stock(*file, **{**options, **({"map_location": "cpu"} if get_ident() == thread else {})})
+            mapped = {"map_location": "cpu", "mmap": True} if get_ident() == thread else {}
+            return stock(*file, **{**options, **mapped})
 
         torch.load = read
         try:
@@ -122,6 +122,21 @@ def on_host(load: Callable[..., None]) -> Callable[..., None]:
             torch.load = stock
 
     return load_on_host
+
+
+def uncopied(trainer: Any) -> Callable[..., None]:
+    """Has Trainer write the state itself into its checkpoints, for whose copy there may be no memory."""
+    save = trainer._save_optimizer_and_scheduler
+
+    def save_uncopied(*args: Any, **named: Any) -> None:
+        ours = optimizer_of(trainer.optimizer)
+        vars(ours)["state_dict"] = partial(ours.state_dict, copy=False)
+        try:
+            save(*args, **named)
+        finally:
+            del vars(ours)["state_dict"]
+
+    return save_uncopied
 
 
 def _sleep_while_it_generates(trainer: Any) -> None:
@@ -186,9 +201,8 @@ class Offload(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **more: Any) -> None:
         ours = optimizer_of(optimizer)
         self._monitor = Monitor(ours) if self._names else None
-        kept = state.stateful_callbacks.get(_KEPT)
-        if self._monitor is not None and kept is not None:
-            self._monitor.load_state_dict(kept)
+        if self._monitor is not None and _KEPT in state.stateful_callbacks:
+            self._monitor.load_state_dict(state.stateful_callbacks[_KEPT])
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **more: Any) -> None:
         ours = optimizer_of(optimizer)
@@ -213,9 +227,6 @@ def optimizer_of(optimizer: Any) -> AdamW:
     while not isinstance(optimizer, AdamW):
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:
-            raise ArgumentError(
-                f"trainer: trains with {type(optimizer).__name__}, expected superoffload.AdamW; something replaced the "
-                "optimizer after offload()"
-            )
+            raise ArgumentError(f"trainer: has {type(optimizer).__name__}, expected superoffload.AdamW of offload()")
         optimizer = inner
     return optimizer

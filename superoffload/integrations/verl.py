@@ -29,10 +29,7 @@ try:
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 except ImportError as error:
-    raise ImportError(
-        f"superoffload.integrations.verl needs verl >= 0.9.1 and what its FSDP engine imports: {error}. "
-        "docs/frameworks.md#verl says what that is"
-    ) from error
+    raise ImportError(f"superoffload.integrations.verl needs what docs/frameworks.md#verl says: {error}") from error
 
 _OURS_TO_SET = ("params", "model", "module", "max_grad_norm")
 

@@ -139,12 +139,12 @@ class State:
 
     # ---- saved ------------------------------------------------------------------------------------------------
 
-    def as_dict(self, of_torch: Callable[[], StateDict]) -> StateDict:
-        """Returns a copy of ``of_torch()``, in which state that is spread over ranks is whole."""
+    def as_dict(self, of_torch: Callable[[], StateDict], *, copy: bool) -> StateDict:
+        """Returns a copy of ``of_torch()``, or its tensors, in which state that is spread over ranks is whole."""
         with self._lifetime.alone:  # backward in another thread would change the state during the copy
             self.quiesce()
             with self._params.shown_alone():
-                state_dict = write_state(of_torch())
+                state_dict = write_state(of_torch(), copy=copy)
         self._ranks.gather("state_dict()", self._made_whole(state_dict))
         return state_dict
 

@@ -101,16 +101,16 @@ class ReadState:
     states: list[ParamState | None]
 
 
-def write_state(state_dict: StateDict, *, l2: bool = False) -> StateDict:
-    """Returns a copy that later steps do not change, with the keys that ``torch.optim.AdamW`` needs to load it."""
-    states = {
-        position: {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
-        for position, values in state_dict["state"].items()
-    }
-    groups = []
-    for group in state_dict["param_groups"]:
-        extra = {"amsgrad": False, "maximize": False, "foreach": None, "differentiable": False, "fused": None}
-        groups.append({**extra, "decoupled_weight_decay": not l2, **group, "capturable": False})
+def write_state(state_dict: StateDict, *, l2: bool = False, copy: bool = True) -> StateDict:
+    """Adds the keys that ``torch.optim.AdamW`` needs to load it; of a ``copy`` later steps change nothing."""
+
+    def kept(value: Any) -> Any:
+        return value.clone() if copy and isinstance(value, Tensor) else value
+
+    states = {at: {name: kept(value) for name, value in values.items()} for at, values in state_dict["state"].items()}
+    extra = {"amsgrad": False, "maximize": False, "foreach": None, "differentiable": False, "fused": None}
+    extra["decoupled_weight_decay"] = not l2
+    groups = [{**extra, **group, "capturable": False} for group in state_dict["param_groups"]]
     return {"state": states, "param_groups": groups}
 
 

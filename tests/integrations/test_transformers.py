@@ -119,14 +119,43 @@ def test_resume(tmp_path: Path) -> None:
     assert end(resumed) == end(straight)
 
 
-def test_on_several_gpus_checkpoints_are_read_into_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_saved_without_a_copy_of_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, save = list[Any](), torch.save
+
+    def remembering(what: Any, *where: Any) -> None:
+        saved.append(what)
+        save(what, *where)
+
+    monkeypatch.setattr(torch, "save", remembering)
+    trainer = trainer_of(tmp_path, model_of(), "always", max_steps=3, save_strategy="steps", save_steps=3)
+    trainer.train()
+    (states,) = (what["state"] for what in saved if isinstance(what, dict) and "param_groups" in what)
+    ours = trainer.optimizer.optimizer
+    shown = [ours.state[param]["exp_avg"] for group in ours.param_groups for param in group["params"]]
+    assert [state["exp_avg"].data_ptr() for state in states.values()] == [each.data_ptr() for each in shown]
+    copied = trainer.optimizer.state_dict()["state"]
+    assert copied[0]["exp_avg"].data_ptr() != shown[0].data_ptr(), "only Trainer's own checkpoints"
+    end(trainer)
+
+
+def test_on_several_gpus_checkpoints_are_mapped_into_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved = trainer_of(tmp_path, model_of(), "always", max_steps=3, save_strategy="steps", save_steps=3)
     saved.train()
     resumed = trainer_of(tmp_path, model_of(), "never", max_steps=6)
     resumed.create_optimizer_and_scheduler(6)
     monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
     monkeypatch.setattr(transformers.TrainingArguments, "device", torch.device("meta"))  # holds no values
+    load, how = torch.load, list[bool]()
+
+    def mapped(*file: Any, **options: Any) -> Any:
+        how.append(options["mmap"])
+        return load(*file, **options)
+
+    monkeypatch.setattr(torch, "load", mapped)
     resumed._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-3"))
+    assert how == [True, True]  # so that no copy of the state is read, nor of the schedule
     found = [value["exp_avg_sq"] for value in resumed.optimizer.state_dict()["state"].values()]
     expected = [value["exp_avg_sq"] for value in saved.optimizer.state_dict()["state"].values()]
     assert all(map(torch.equal, found, expected)) and len(found) > 0
@@ -152,7 +181,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             offload(given, **options)
     replaced = trainer_of(tmp_path, model_of(), "always")
     replaced.optimizer = torch.optim.SGD(replaced.model.parameters())
-    with pytest.raises(ArgumentError, match="something replaced the optimizer"):
+    with pytest.raises(ArgumentError, match=r"expected superoffload\.AdamW of"):
         replaced.train()
 
 

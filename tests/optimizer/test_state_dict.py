@@ -52,6 +52,25 @@ def test_in_exchange_with_torch(saved_by: str) -> None:
     loaded.close()
 
 
+@pytest.mark.parametrize(
+    ("form", "copied"), [({}, ""), ({"master_dtype": "split"}, "master"), ({"state_dtype": "8bit"}, "exp_avg")]
+)
+def test_without_a_copy(form: dict[str, Any], copied: str) -> None:
+    """The saved state has the same values, and the next step changes what was not copied, as in torch."""
+    first, second = model_of().bfloat16(), model_of(seed=4).bfloat16()
+    with AdamW(first.parameters(), **form) as saved, AdamW(second.parameters(), **form) as loaded:
+        train(first, saved, range(2))
+        state_dict, copy = saved.state_dict(copy=False), saved.state_dict()
+        second.load_state_dict(first.state_dict())
+        loaded.load_state_dict(saved_and_read(state_dict))
+        assert loaded.state_digests() == saved.state_digests()
+        train(first, saved, range(2, 3))
+        for at, values in state_dict["state"].items():
+            for name, value in values.items():
+                kept = copied != "" and name.startswith(copied)
+                assert torch.equal(value, copy["state"][at][name]) == kept, (at, name)
+
+
 def test_extra_group_values_survive_and_hooks_may_raise() -> None:
     first, second = model_of(), model_of()
     with AdamW(first.parameters()) as saved, AdamW(second.parameters()) as loaded:

@@ -189,9 +189,7 @@ def check(config: Mapping[str, Any]) -> None:
         if value:
             raise ArgumentError(f'"{".".join(path)}": {value!r} together with superoffload: {advice}')
     if zero.get("mics_shard_size", -1) not in (-1, 0, None):  # with it, DeepSpeed 0.18 makes another optimizer
-        raise ArgumentError(
-            f'"mics_shard_size": {zero["mics_shard_size"]!r} with superoffload: MiCS is not supported; remove the key'
-        )
+        raise ArgumentError(f'"mics_shard_size": {zero["mics_shard_size"]!r}: MiCS is not supported; remove it')
     if zero.get("zero_hpz_partition_size", 1) not in (1, "auto", None):
         raise ArgumentError(
             f'"zero_hpz_partition_size": {zero["zero_hpz_partition_size"]!r} together with superoffload: expected 1; '

@@ -365,9 +365,7 @@ class SavedState:
     def write_part(self, param: Any, moment: str | None, value: Tensor) -> None:
         """Overwrites a moment (None: the master) by this rank's partition, with its padding."""
         if value.numel() != param.ds_tensor.numel():
-            raise ArgumentError(
-                f"value: {value.numel()} elements, expected {param.ds_tensor.numel()}, a partition with its padding"
-            )
+            raise ArgumentError(f"value: {value.numel()} elements, expected {param.ds_tensor.numel()}, with padding")
         name, shard = _name(moment), self._settled(param).shard
         _overwrite(shard, name, value.flatten()[: shard.numel])
 
@@ -387,9 +385,7 @@ class SavedState:
             with self.writing_masters(), self._inner.loading() as steps:
                 yield
         except ArgumentError as error:  # found behind DeepSpeed's own load, which has changed parameters
-            raise StateError(
-                f"{error}. The checkpoint was loaded in part: load an undamaged one before anything else"
-            ) from error
+            raise StateError(f"{error}. It was loaded in part: load an undamaged checkpoint first") from error
         self._driver.set_steps(steps)
         self._ranks.loaded(max(steps))
 
