@@ -48,6 +48,7 @@ NAMES = {
     "_getframe": "sys",
     "_init_mp_dtypes": f"{_FSDP}._fsdp_param_group",
     "_load_optimizer_and_scheduler": "transformers/trainer.py",
+    "_save_optimizer_and_scheduler": "transformers/trainer.py",
     "_local_tensor": "torch.distributed.tensor.DTensor",
     "_make_wrapper_subclass": "torch.Tensor",
     "_modules": "torch.nn.Module",
