@@ -385,7 +385,7 @@ class SavedState:
             with self.writing_masters(), self._inner.loading() as steps:
                 yield
         except ArgumentError as error:  # found behind DeepSpeed's own load, which has changed parameters
-            raise StateError(f"{error}. It was loaded in part: load an undamaged checkpoint first") from error
+            raise StateError(f"{error}. The checkpoint is loaded in part: load an undamaged one") from error
         self._driver.set_steps(steps)
         self._ranks.loaded(max(steps))
 
