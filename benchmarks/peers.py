@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -117,7 +118,7 @@ class Given(nn.Module):
         return torch.stack([layer(self.factor) for layer in self.layers]).sum()
 
 
-class Program:
+class Program(ABC):
     """Trains a model with an optimizer that steps the parameters themselves, or has masters of its own."""
 
     on_device = False  # whether parameters must say that they are
@@ -127,8 +128,9 @@ class Program:
         self.params: list[Any] = list(model.parameters())
         self.optimizer = self.make()
 
+    @abstractmethod
     def make(self) -> Any:
-        raise NotImplementedError
+        """Returns the optimizer."""
 
     def iterate(self, factor: float | None = None) -> None:
         self.model.factor = factor
