@@ -153,7 +153,8 @@ class Program(ABC):
         return [getattr(param, "_local_tensor", param).detach().clone() for param in self.params]
 
     def close(self) -> None:
-        """Ends its threads."""
+        """Lets go of the optimizer, and ends its threads."""
+        del self.optimizer
 
 
 class Torch(Program):

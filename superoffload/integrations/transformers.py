@@ -227,6 +227,6 @@ def optimizer_of(optimizer: Any) -> AdamW:
     while not isinstance(optimizer, AdamW):
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:
-            raise ArgumentError(f"trainer: has {type(optimizer).__name__}, expected superoffload.AdamW of offload()")
+            raise ArgumentError(f"trainer: has {type(optimizer).__name__}, expected offload()'s AdamW; set no other")
         optimizer = inner
     return optimizer

@@ -181,7 +181,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             offload(given, **options)
     replaced = trainer_of(tmp_path, model_of(), "always")
     replaced.optimizer = torch.optim.SGD(replaced.model.parameters())
-    with pytest.raises(ArgumentError, match=r"expected superoffload\.AdamW of"):
+    with pytest.raises(ArgumentError, match=r"expected offload\(\)'s AdamW; set no other"):
         replaced.train()
 
 
