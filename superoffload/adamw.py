@@ -27,12 +27,11 @@ from superoffload.optimizer.arguments import check_given, params_of, refuse_unkn
 from superoffload.optimizer.delivery import CheckReads
 from superoffload.optimizer.frameworks import is_copying_state
 from superoffload.optimizer.gradient_source import clear_main_grad
-from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.other_ranks import Ranks
+from superoffload.optimizer.settings import ClipSettings, LossScale, ParamGroups
 from superoffload.optimizer.state import agreed
 from superoffload.optimizer.state_dict import ReadState, StateDict
-from superoffload.optimizer.verdict_terms import LossScale, VerdictTerms
 from superoffload.timeline import Timeline, record
 
 if TYPE_CHECKING:
@@ -143,12 +142,12 @@ class AdamW(Optimizer):
         arguments = dict(locals())
         refuse_unknown(AdamW, torchs)
         check_environment()
-        verdicts = VerdictTerms(max_grad_norm)
+        clipping = ClipSettings(max_grad_norm)
         defaults = {name: arguments[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize")}
         groups, given = check_given(params, defaults, arguments)
         self._lifetime = Lifetime(self)
         recorder = Recorder() if trace is None else record(trace)
-        self._permanent = PermanentParts(self._lifetime, ParamGroups(self), verdicts, given, recorder)
+        self._permanent = PermanentParts(self._lifetime, ParamGroups(self), clipping, given, recorder)
         self._parts = assemble(self._permanent, params_of(groups))
         try:
             super().__init__(groups, defaults)
@@ -228,7 +227,7 @@ class AdamW(Optimizer):
                     self._start_anew()
                 self._parts.step.run(LossScale.on(self))
             else:  # the program has emptied the groups
-                self._permanent.verdicts.without_gradients()
+                self._permanent.clipping.without_gradients()
                 self._parts.step.abandon()
         self._parts.advice.tell()
         return loss
@@ -263,27 +262,27 @@ class AdamW(Optimizer):
     @property
     def max_grad_norm(self) -> float | None:
         """Returns the threshold of the global gradient norm; its value at ``step()`` counts."""
-        return self._permanent.verdicts.max_grad_norm
+        return self._permanent.clipping.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        self._permanent.verdicts.clip_to(value)
+        self._permanent.clipping.set_max_grad_norm(value)
         self._permanent.say_whose_norm(self._ranks)
 
     @property
     def last_verdict(self) -> Verdict | None:
         """Returns the verdict of the last ``step()``; None before the first one."""
-        return self._permanent.verdicts.last
+        return self._permanent.clipping.last
 
     @property
     def step_was_skipped(self) -> bool:
         """Returns whether the last ``step()`` was skipped, because gradients or their norm were NaN or infinite."""
-        return self._permanent.verdicts.step_was_skipped
+        return self._permanent.clipping.step_was_skipped
 
     @property
     def grad_norm(self) -> float:
         """Returns the global gradient norm of the last step, before clipping (inf if it was not finite)."""
-        return self._permanent.verdicts.grad_norm
+        return self._permanent.clipping.grad_norm
 
     @property
     def timeline(self) -> Timeline | None:

@@ -37,8 +37,8 @@ from superoffload.optimizer.arguments import (
     refuse_unknown,
 )
 from superoffload.optimizer.gradient_source import check_no_main_grad
-from superoffload.optimizer.groups import named_in_group
 from superoffload.optimizer.lifetime import Lifetime
+from superoffload.optimizer.settings import named_in_group
 from superoffload.optimizer.state_dict import ParamState, StateDict, blocks_of, read_state, write_state
 
 if TYPE_CHECKING:

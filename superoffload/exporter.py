@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from superoffload.engine.stats import GAUGES
 from superoffload.errors import ArgumentError, SuperOffloadError
-from superoffload.metrics import GAUGES, PER_STEP, PREFIX, TOTALS
+from superoffload.metrics import PER_STEP, PREFIX, TOTALS
 
 DEFAULT_PORT = 9464
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
+from superoffload.engine.stats import GAUGES, total
 from superoffload.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("superoffload")
 PREFIX = "superoffload/"
 
-# Counted by stats() since construction: unit and meaning.
+# What stats() returns: unit and meaning. All but GAUGES (engine/stats.py) count since construction.
 TOTALS: Mapping[str, tuple[str, str]] = {
     "steps": ("steps", "finished with a verdict that let parameters change"),
     "skipped_steps": ("steps", "left out because a gradient or the norm was not finite"),
@@ -57,15 +58,6 @@ TOTALS: Mapping[str, tuple[str, str]] = {
     ),
     "clip_rate": ("share", "clipped steps / decided steps"),
 }
-# The totals that are not counters: they can fall.
-GAUGES = (
-    "journal_bytes_per_param",
-    "journal_reserved_bytes",
-    "host_bytes",
-    "params_on_device",
-    "pinned_bytes",
-    "clip_rate",
-)
 # Added by Monitor.step(), for the step since the previous call.
 PER_STEP: Mapping[str, tuple[str, str]] = {
     "step_seconds": ("seconds", "wall time since the call before"),
@@ -145,7 +137,7 @@ class Monitor:
         """Returns the metrics of the step since the previous call; logs each anomaly once, when it begins."""
         now, stats = self._clock(), self._optimizer.stats()
         verdict = self._optimizer.last_verdict
-        totals = self._continued(stats)
+        totals = total(stats, self._earlier)
         values = {
             **as_metrics(totals),
             **{PREFIX + name: value for name, value in self._of_step(stats, now - self._time, verdict).items()},
@@ -160,7 +152,9 @@ class Monitor:
 
     def state_dict(self) -> dict[str, float]:
         """Returns the counters so far, as plain numbers by name, for ``load_state_dict`` of the run that resumes."""
-        return {name: value for name, value in self._continued(self._optimizer.stats()).items() if name not in GAUGES}
+        return {
+            name: value for name, value in total(self._optimizer.stats(), self._earlier).items() if name not in GAUGES
+        }
 
     def load_state_dict(self, counters: Mapping[str, float]) -> None:
         """Continues the counters from an earlier run's ``state_dict``; ignores unknown names."""
@@ -171,11 +165,6 @@ class Monitor:
                 raise ArgumentError(f"counters: {name}={value!r}, expected a number of at least 0")
         stats = self._optimizer.stats()
         self._earlier = {name: counters.get(name, 0) - value for name, value in stats.items() if name not in GAUGES}
-
-    def _continued(self, stats: Mapping[str, float | int]) -> dict[str, float | int]:
-        totals = {name: value + self._earlier.get(name, 0) for name, value in stats.items()}
-        decided = totals["steps"] + totals["skipped_steps"]
-        return {**totals, "clip_rate": totals["clipped_steps"] / decided if decided else 0.0}
 
     def _of_step(self, stats: Mapping[str, float | int], seconds: float, verdict: Verdict | None) -> dict[str, float]:
         grown = {name: stats[name] - self._before[name] for name in stats}

@@ -119,7 +119,7 @@ class Timeline(Recorder):
 
     def submitted(self, work: _native.BucketWork, verb: str, completion: _native.Completion) -> None:
         bucket = self._bucket_of(work)
-        waited = bucket.why_it_waits if bucket is not None and verb in ("step", "publish") else None
+        waited = bucket.why_not_speculated if bucket is not None and verb in ("step", "publish") else None
         arguments = {} if waited is None else {"waited": waited}
         self._pending.append(_Work(PROCESSORS, verb, bucket, completion=completion, arguments=arguments))
 

@@ -386,9 +386,9 @@ class RankSetup:
     first: bool = True
     reduced: bool = False
 
-    def is_early(self, param: Tensor) -> bool:
-        """Tells whether a gradient is final when its accumulation hook runs: not if a reduction is still to come."""
-        return is_dtensor(param) or not (self.reduced or self.session is not None)
+    def is_reduced_later(self, param: Tensor) -> bool:
+        """Returns whether a gradient may be reduced over ranks after its hook has run: it is not final there."""
+        return not is_dtensor(param) and (self.reduced or self.session is not None)
 
 
 def set_up_ranks(

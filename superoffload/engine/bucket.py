@@ -106,7 +106,7 @@ class Shard:
     axes: tuple[tuple[int, int], ...] = ()
     steps: int = 0
     resident: bool = False  # master and moments are on the accelerator (superoffload/engine/placement.py)
-    reduced_later: bool = False  # its gradient may be reduced over ranks after backward has made it
+    reduced_later: bool = False  # its gradient may be reduced over ranks after its hook has run, so is not final there
     keeps_gradient: bool = False  # its gradient stays with the user even if others are freed (``p.main_grad``)
     sums_gradient: bool = False  # packing also sums the gradient's bits: version counters do not show every edit
     upper: UpperHalves | None = None  # of a split master: what is published of it, before delivery
@@ -253,7 +253,7 @@ class Bucket:
         self.pieces = list(pieces)
         self.indices = frozenset(piece.shard.index for piece in pieces)  # of its shards
         self.number = 0  # its place in the order of backward
-        self.why_it_waits: str | None = None  # why it was not stepped during backward
+        self.why_not_speculated: str | None = None  # why it was not stepped during backward
         self.waits_for_all = False  # a gradient came after backward had seemed to pass it
         self.group = first.group
         self.resident = first.resident
@@ -355,9 +355,9 @@ class Bucket:
         self, hyper_of: Callable[[int], GroupHyper], factor: float, submit: Submit, protect: Protect | None
     ) -> str | None:
         """Has worker threads step it with a journal, and returns None; else why they cannot."""
-        width = self.journal_width.choose(self.work, self.next_step())
         if self.held is not None:
             return f"the program holds state of {self.held}"
+        width = self.journal_width.choose(self.work, self.next_step())
         if width is None:
             return "its journal has no room or overflowed lately"
         if protect is not None:
@@ -370,7 +370,7 @@ class Bucket:
     def mark_withdrawn(self) -> None:
         """Notes that the operation never ran; the gradient may still be on its way."""
         self.running, self.doing = self.arrival, None
-        self.why_it_waits = "no worker thread had begun it by the verdict, or when a clip was certain"
+        self.why_not_speculated = "no worker thread had begun it by the verdict, or when a clip was certain"
 
     def freeze(self, hyper: GroupHyper, factor: float) -> None:
         """Fixes the scalars that the bucket is stepped with and that an undo needs."""

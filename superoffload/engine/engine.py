@@ -14,17 +14,17 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from superoffload.engine.after_verdict import Finisher, LastStep
 from superoffload.engine.bucket import Bucket, BucketState, GroupHyper, Shard, sums_of_squares
 from superoffload.engine.executor import Executor
 from superoffload.engine.inbox import Inbox, Packer
-from superoffload.engine.last_step import LastStep
 from superoffload.engine.layout import Layout
 from superoffload.engine.moments import read_exp_avg, read_exp_avg_sq
 from superoffload.engine.options import EngineOptions, Listener, Pool, Recorder
 from superoffload.engine.placement import Placer
 from superoffload.engine.snapshot import Snapshots
+from superoffload.engine.speculator import Speculator
 from superoffload.engine.stats import Stats
-from superoffload.engine.stepping import Finisher, Speculator
 from superoffload.engine.verdict import SumExchange, Verdict, decide
 from superoffload.errors import DeviceError, StateError
 from superoffload.links.base import Link
@@ -63,14 +63,7 @@ class Engine:
         self.packer = Packer(link, self.layout, self.inbox, self.executor, listener)
         self.speculator = Speculator(link, self.layout, self.inbox, self.executor, schedule, self.snapshots, stats)
         self.finisher = Finisher(
-            link,
-            self.layout,
-            self.speculator,
-            self.executor,
-            schedule,
-            self.snapshots,
-            stats,
-            options.two_phase,
+            link, self.layout, self.speculator, self.executor, schedule, self.snapshots, stats, options.two_phase
         )
         self._incomplete: set[Bucket] = set()  # packed although gradients are missing: backward has passed them
         self._shared = False  # other ranks act on the same verdict in this step
@@ -134,8 +127,7 @@ class Engine:
 
     def arrive_together(self, arrivals: Sequence[tuple[Shard, Tensor]], *, in_backward: bool) -> None:
         """Takes several final gradients in the order in which they arrived."""
-        if self.link.in_streams:
-            self.link.check_stream()
+        self.link.check_stream()
         if self.layout.lacks_buckets:
             self.layout.attach_waiting()
         if self.last_step.undelivered or self.last_step.unsettled:
@@ -168,8 +160,7 @@ class Engine:
 
         Where this raises, nothing was added.
         """
-        if self.link.in_streams:
-            self.link.check_stream()
+        self.link.check_stream()
         if not more_to_come:
             self.executor.stopwatch.gradient()
         places = self.layout.places_of(shard)
@@ -268,8 +259,7 @@ class Engine:
 
         With ``exchange`` it folds those of all ranks, and returns None if no rank has any.
         """
-        if self.link.in_streams:
-            self.link.check_stream()
+        self.link.check_stream()
         deciding, held_up = self._clock(), self.executor.stopwatch.held_up_so_far
         self.last_step.finish()
         self._recorder.deciding()
@@ -335,7 +325,7 @@ class Engine:
             self._raise_failure()
 
     def _move_on(self, verdict: Verdict, *, later: bool) -> None:
-        """Gives every bucket with gradients its fate, and delivers parameters now or later."""
+        """Ends the step of every bucket with gradients, and delivers parameters now or later."""
         moving = [bucket for bucket in self.layout.buckets[::-1] if bucket.state is not BucketState.FILLING]
         on_host = [bucket for bucket in moving if not bucket.resident]
         self.finisher.choose_two_phases(on_host, on_demand=later)

@@ -70,8 +70,7 @@ class Inbox:
             self._order.extend(shard.index for shard, _ in arrivals)
         for bucket, here in found.items():
             bucket.receive(here)
-            if self._link.in_streams:
-                self._link.received(bucket)
+            self._link.received(bucket)
             if bucket.missing:
                 for index in {bucket.pieces[place].shard.index for place in here}:
                     if (kept := arrived[index]) is not None:
@@ -133,8 +132,7 @@ class Inbox:
         for index in arrived:
             for bucket, place in self._layout.places_of(self._layout.shards[index]):
                 bucket.receive([place])
-                if self._link.in_streams:
-                    self._link.received(bucket)
+                self._link.received(bucket)
 
     def forget_order(self) -> None:
         """Forgets the order of arrivals, since the same gradients will arrive again."""

@@ -57,13 +57,21 @@ class Stats:
         return _with_clip_rate(vars(self))
 
 
-_OF_NOW = ("params_on_device", "pinned_bytes", "host_bytes", "journal_bytes_per_param", "journal_reserved_bytes")
+# What stats() returns beside totals: values of now, and a rate. They can fall.
+GAUGES = (
+    "journal_bytes_per_param",
+    "journal_reserved_bytes",
+    "host_bytes",
+    "params_on_device",
+    "pinned_bytes",
+    "clip_rate",
+)
 
 
 def total(stats: Mapping[str, float | int], earlier: Mapping[str, float | int]) -> dict[str, float | int]:
-    """Adds the totals of an engine that has ended to those of the one that goes on."""
+    """Adds the totals of an engine that has ended, or of an earlier run, to those of the one that goes on."""
     return _with_clip_rate(
-        {name: value if name in _OF_NOW else value + earlier.get(name, 0) for name, value in stats.items()}
+        {name: value if name in GAUGES else value + earlier.get(name, 0) for name, value in stats.items()}
     )
 
 

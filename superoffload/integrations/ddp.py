@@ -95,7 +95,7 @@ class DdpReductions(Reductions):
     def _keep(self, param: Tensor) -> None:
         taker = self._taker()
         if taker is not None:
-            taker.keep_reduced(param)
+            taker.confirm_reduced(param)
 
     def stepped(self, advice: Advice) -> None:
         self._idle += 1

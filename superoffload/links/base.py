@@ -34,7 +34,6 @@ class Link(Protocol):
     bytes_up: int
     frees_gradients: bool  # no gradient is read after pack() has returned, so its owner may free it
     in_place: bool  # gradients must arrive within step() and are read where they are; parameters are written there
-    in_streams: bool  # gradients come in the order of streams, which check_stream() and received() look at
     asynchronous: bool  # deliver() returns before ``after`` is done, and the link reads the shadow later
     bit_sums: BitSums
     sums_what_it_packs: bool  # its PackTickets have the ``bit_sums`` of the packed gradients

@@ -20,7 +20,6 @@ _LARGE = 64 << 10  # bytes of a piece that torch copies with several threads
 class SynchronousLink:
     """Implements what links share whose copies are done when the call returns; the shadow is in host memory."""
 
-    in_streams = False
     asynchronous = False
     frees_gradients = False
     in_place = False

@@ -30,18 +30,17 @@ from superoffload.optimizer.edits import Edits
 from superoffload.optimizer.frameworks import Reductions, follow_reductions, reducing
 from superoffload.optimizer.freed_gradients import FreedGradients
 from superoffload.optimizer.gradient_source import gradient_of
-from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.lifetime import Lifetime, weakly
 from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.other_ranks import OtherRanks, Ranks
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.placeholder import GradientPlaceholder
+from superoffload.optimizer.settings import ClipSettings, ParamGroups
 from superoffload.optimizer.shown_state import ShownStates
 from superoffload.optimizer.state import Sleep, State
 from superoffload.optimizer.step import Step
 from superoffload.optimizer.tracked_param import TrackedParam, end_all
-from superoffload.optimizer.verdict_terms import VerdictTerms
 
 _NO_STATE: Mapping[Tensor, TrackedParam] = MappingProxyType({})
 
@@ -52,7 +51,7 @@ class PermanentParts:
 
     lifetime: Lifetime
     groups: ParamGroups
-    verdicts: VerdictTerms
+    clipping: ClipSettings
     given: ConstructorArguments
     recorder: Recorder
 
@@ -72,7 +71,7 @@ class PermanentParts:
     def say_whose_norm(self, ranks: Ranks) -> None:
         """Warns once, on the first rank of a group, where other ranks clip by other norms."""
         if ranks.setup.first:
-            self.verdicts.say_whose_norm(ranks.setup.sharing, ranks.setup.world)
+            self.clipping.say_whose_norm(ranks.setup.sharing, ranks.setup.world)
 
     def check_group(self, param_group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
         """Checks a group that will be added; returns it with its parameters in a list."""
@@ -154,12 +153,13 @@ class Parts:
         if model is not None:
             with suppress(ArgumentError):  # the program has registered a communication hook
                 followed = follow_reductions(model, permanent.lifetime.alone)
-        if self.ranks.all_say("step 1: looking for DDP", followed is not None):
+        if self.ranks.all_say("step 1: looking for a model that reduces gradients", followed is not None):
             assert model is not None and followed is not None
             permanent.reductions, permanent.given = followed, replace(given, model=ref(model))
             return True
         waited = any(gradient_of(one.param) is not None for one in self.params)
-        if late and waited and setup.first and self.ranks.session and not any(one.early for one in self.params):
+        none_early = all(one.shard.reduced_later for one in self.params)
+        if late and waited and setup.first and self.ranks.session and none_early:
             self.advice.keep(NOTHING_EARLY)
         return False
 
@@ -210,7 +210,7 @@ def assemble(
     permanent: PermanentParts, params: Sequence[Tensor], kept: Mapping[Tensor, TrackedParam] = _NO_STATE
 ) -> Parts:
     """Makes the parts for ``params``, which are adopted later, group by group. ``kept``: those that have state."""
-    lifetime, groups, verdicts, given = permanent.lifetime, permanent.groups, permanent.verdicts, permanent.given
+    lifetime, groups, clipping, given = permanent.lifetime, permanent.groups, permanent.clipping, permanent.given
     try:
         permanent.follow_reductions()
         names, listener = qualified_names(given.model()), Listener()
@@ -230,7 +230,7 @@ def assemble(
     listener.packed, listener.making_way = weakly(freed.packed), weakly(freed.making_way)
     if isinstance(delivery, OnDemand):
         listener.landing, listener.landed = weakly(delivery.landing), weakly(delivery.landed)
-    intake = Intake(lifetime, engine, owned, permanent.accumulation, freed, master_updates, ranks, verdicts)
+    intake = Intake(lifetime, engine, owned, permanent.accumulation, freed, master_updates, ranks, clipping)
     permanent.reductions.give_to(intake)
     edits = Edits(engine, owned, intake, master_updates, permanent.accumulation, advice)
     step = Step(
@@ -243,7 +243,7 @@ def assemble(
         delivery,
         permanent.reductions,
         master_updates,
-        verdicts,
+        clipping,
         advice,
         given.fp32_sums,
     )

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from superoffload.engine.bucket import Bucket
 from superoffload.engine.engine import Engine
-from superoffload.engine.verdict import Verdict
 from superoffload.errors import StateError, SuperOffloadError
 from superoffload.host.tensors import local_of
 from superoffload.optimizer.arguments import check_in_module
@@ -122,15 +121,18 @@ class Undelivered:
 class Delivery:
     """Gives parameters their new values by the end of ``step()``."""
 
+    later = False  # than the end of step()
+
     def __init__(self, lifetime: Lifetime, engine: Engine) -> None:
         self._lifetime = lifetime
         self._engine = engine
         self._undelivered = Undelivered(lifetime, engine)
 
-    def apply(self, verdict: Verdict) -> None:
-        """Has the engine act on the verdict."""
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Returns a context in which the engine acts on a verdict, and in which this thread may write parameters."""
         with self._undelivered.delivering():
-            self._engine.apply(verdict, later=False)
+            yield
 
     def check_new(self, params: Any) -> None:
         """Raises where new parameters could never be delivered."""
@@ -144,6 +146,8 @@ class Delivery:
 
 class OnDemand(Delivery):
     """Delivers each parameter before its first use: the module's readers wait for it."""
+
+    later = True
 
     def __init__(
         self,
@@ -199,11 +203,12 @@ class OnDemand(Delivery):
 
     # ---- the step ---------------------------------------------------------------------------------------------
 
-    def apply(self, verdict: Verdict) -> None:
+    @contextmanager
+    def acting(self) -> Iterator[None]:
         for hooks in self._hooks:
             hooks.stepped()
-        with self._undelivered.delivering():
-            self._engine.apply(verdict, later=True)
+        with super().acting():
+            yield
 
     def landing(self, buckets: Sequence[Bucket]) -> None:
         """Finds parameters that the user wrote meanwhile; where possible their pieces are not delivered."""

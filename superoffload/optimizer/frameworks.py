@@ -50,7 +50,7 @@ class TakesReduced(Protocol):
         the step ends. It will be in ``param.grad``: ``step()`` compares that with it, bit by bit, and uses what is
         there. A later call before ``step()`` replaces it."""
 
-    def keep_reduced(self, param: Tensor) -> None:
+    def confirm_reduced(self, param: Tensor) -> None:
         """Learns that ``param.grad`` has the gradient that was taken, which saves the comparison."""
 
     def leave_join(self) -> None:

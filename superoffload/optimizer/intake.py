@@ -39,8 +39,8 @@ from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.other_ranks import Ranks
 from superoffload.optimizer.params import Params
 from superoffload.optimizer.placeholder import GradientPlaceholder, packed_in, unpacked
+from superoffload.optimizer.settings import ClipSettings
 from superoffload.optimizer.tracked_param import TrackedParam, ready_gradients
-from superoffload.optimizer.verdict_terms import VerdictTerms
 
 
 @dataclass(eq=False, repr=False)
@@ -54,11 +54,11 @@ class Intake:
     _freed: FreedGradients
     _master_updates: MasterUpdates
     _ranks: Ranks
-    _verdicts: VerdictTerms
+    _clipping: ClipSettings
 
     def __post_init__(self) -> None:
         self._host_accumulation = self._freed.host_accumulation
-        self._in_streams = self._engine.link.in_streams
+        self._asynchronous = self._engine.link.asynchronous
         self._in_place = self._engine.link.in_place  # gradients stay where they are until step() takes them
         self._hooks: dict[TrackedParam, RemovableHandle] = {}  # not of frozen parameters
         self._unhooked: list[TrackedParam] = []  # frozen ones, and those that are reduced over ranks later
@@ -83,7 +83,7 @@ class Intake:
         """Hooks parameters that train and have no hook yet: new ones, and those that were frozen before."""
         still = []
         for tracked in self._unhooked:
-            if tracked.param.requires_grad and tracked.early:
+            if tracked.param.requires_grad and not tracked.shard.reduced_later:
                 self._hooks[tracked] = tracked.param.register_post_accumulate_grad_hook(_hook_of(self, tracked))
             else:
                 still.append(tracked)
@@ -100,7 +100,7 @@ class Intake:
         """Takes a gradient in its hook, after backward has added to it.
 
         A gradient that does not complete its bucket waits for the others, at the cost of a look-up and a count. All
-        others, such as those of several buckets or that the engine has already, take the longer way of ``_take``.
+        others, such as those of several buckets or that the engine has already, take the longer way of ``_take_alone``.
         ``backwards`` and ``_waiting`` are only a hint: after an interrupt between any two lines, ``step()`` finds the
         gradient in ``p.grad``.
         """
@@ -122,7 +122,7 @@ class Intake:
             or "main_grad" in tracked.param.__dict__
             or not (last or self._host_accumulation.is_disabled)
         ):
-            self._in_backward(tracked, self._take)
+            self._in_backward(tracked, self._take_alone)
             return
         gradient.backwards += 1
         if last:
@@ -130,7 +130,7 @@ class Intake:
 
     def _wait_for_bucket(self, tracked: TrackedParam, bucket: Bucket) -> None:
         """Keeps a final gradient until all others of its bucket are there."""
-        if self._in_streams:
+        if self._asynchronous:
             self._engine.link.received(bucket)
         waiting = self._waiting[bucket]
         waiting[tracked] = None
@@ -139,7 +139,7 @@ class Intake:
             if passed:
                 self._in_backward(tracked, lambda _: self._take_passed(passed))
         if len(waiting) >= (bucket.missing or len(bucket.pieces)):  # 0: not renewed since the last step
-            self._in_backward(tracked, lambda _: self._take_waiting(bucket))
+            self._in_backward(tracked, lambda _: self._take_bucket(bucket))
 
     def _only_adds_up(self, tracked: TrackedParam) -> bool:
         """Returns whether a gradient that more will be added to stays where it is, with nothing else to do."""
@@ -151,7 +151,7 @@ class Intake:
         if self._count_backward(tracked) and tracked.plainly_written:
             self._master_updates.follow(tracked)
 
-    def _take_waiting(self, bucket: Bucket) -> None:
+    def _take_bucket(self, bucket: Bucket) -> None:
         """Hands the waiting gradients of ``bucket`` to the engine together."""
         for tracked in self._pass_on(self._no_longer_waiting(bucket), in_backward=True):
             self._in_backward(tracked, self._take_counted)
@@ -159,7 +159,7 @@ class Intake:
     def _take_passed(self, buckets: Sequence[Bucket]) -> None:
         """Has the engine go on without the gradients that are missing: backward has passed these buckets."""
         for bucket in buckets:
-            self._take_waiting(bucket)
+            self._take_bucket(bucket)
             self._engine.pass_by(bucket)
 
     def _no_longer_waiting(self, bucket: Bucket) -> list[TrackedParam]:
@@ -223,7 +223,7 @@ class Intake:
         if self._unfinished:
             self._unfinished.pop(tracked, None)
 
-    def _take(self, tracked: TrackedParam) -> None:
+    def _take_alone(self, tracked: TrackedParam) -> None:
         packed = packed_in(tracked.param.grad)
         if packed is not None and (packed.addend is None or not self._freed.is_packed(tracked, packed)):
             packed = None
@@ -307,7 +307,7 @@ class Intake:
         if self._engine.is_filling:
             return
         self._ranks.look()
-        self._engine.speculator.expect(unscale=self._verdicts.unscale, max_grad_norm=self._verdicts.max_grad_norm)
+        self._engine.speculator.expect(unscale=self._clipping.unscale, max_grad_norm=self._clipping.max_grad_norm)
         self._only_bucket = self._engine.layout.only_bucket if in_backward and self._engine.layout.observed else {}
 
     def _follow_dtype(self, tracked: TrackedParam, dtype: torch.dtype) -> None:
@@ -339,11 +339,11 @@ class Intake:
         if tracked is not None and not self._in_place:
             self._in_backward(tracked, lambda one: self._take_reduced(one, gradient))
 
-    def keep_reduced(self, param: Tensor) -> None:
+    def confirm_reduced(self, param: Tensor) -> None:
         """Watches ``param.grad``, now that it has the reduced gradient: its version shows edits from here on."""
         tracked = self._params.get(param)
         if tracked is not None:
-            self._in_backward(tracked, _keep_reduced)
+            self._in_backward(tracked, _watch_reduced)
 
     def _take_reduced(self, tracked: TrackedParam, gradient: Tensor) -> None:
         if self._engine.has_gradient(tracked.shard):
@@ -407,7 +407,7 @@ def _comes_in_fp32(tracked: TrackedParam) -> bool:
     return dtype_to_come(tracked.shard.name, tracked.param) is torch.float32
 
 
-def _keep_reduced(tracked: TrackedParam) -> None:
+def _watch_reduced(tracked: TrackedParam) -> None:
     gradient = tracked.gradient
     if gradient.reduced is not None and tracked.param.grad is not None:
         gradient.forget_reduced()

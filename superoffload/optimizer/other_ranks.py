@@ -75,9 +75,7 @@ class OtherRanks(Ranks):
         if fresh or not self._is_known:
             self.session.add(fresh)
             self._is_known = True
-            self._params.mark_final_early(
-                held.shard.index for held in fresh if self.session.owns_alone(held.shard.index)
-            )
+            self._params.mark_final(held.shard.index for held in fresh if self.session.owns_alone(held.shard.index))
 
     def agree(self, what: str, error: Exception | None, left: str = "nothing was changed on any") -> None:
         self.session.agree(what, error, left)

@@ -18,7 +18,7 @@ from superoffload.engine.placement import make_state, take_state
 from superoffload.errors import StateError
 from superoffload.optimizer.arguments import ConstructorArguments, check_apart, check_finite, check_parameter
 from superoffload.optimizer.gradient_source import dtype_to_come
-from superoffload.optimizer.groups import ParamGroups
+from superoffload.optimizer.settings import ParamGroups
 from superoffload.optimizer.shown_state import ShownStates, whole_steps
 from superoffload.optimizer.state_dict import ShownSteps
 from superoffload.optimizer.tracked_param import TrackedParam, remember_values
@@ -150,7 +150,7 @@ class Params:
                 offset=holdings[param].start,
                 axes=axes[i],
                 resident=resident[i],
-                reduced_later=not self._setup.is_early(param),
+                reduced_later=self._setup.is_reduced_later(param),
             )
             before = kept[i]
             if before is not None:
@@ -174,8 +174,7 @@ class Params:
         link = self._engine.link
         # Where a link writes parameters on the CPU later, their bits before that mean nothing.
         readable = param.is_cuda or link.bit_sums.in_stream_order or not link.asynchronous
-        early = self._setup.is_early(param)
-        tracked = TrackedParam(param, shard, steps, number, holding, link.bit_sums, early=early, readable=readable)
+        tracked = TrackedParam(param, shard, steps, number, holding, link.bit_sums, readable=readable)
         self._shown_steps.setdefault(steps, {})[number] = tracked
         self._tracked[param] = self._of_shard[shard.index] = tracked
         self._views.show(tracked, self.reveal)
@@ -190,10 +189,10 @@ class Params:
         for tracked in moved:
             tracked.move_apart()
 
-    def mark_final_early(self, indices: Iterable[int]) -> None:
+    def mark_final(self, indices: Iterable[int]) -> None:
         """Notes that gradients of these shards are final when their hooks run, since no other rank has them."""
         for index in indices:
-            self._of_shard[index].mark_final_early()
+            self._of_shard[index].shard.gradient_is_final()
 
     def count_steps(self, moved: Collection[TrackedParam]) -> None:
         """Counts the step that has ended for those that it moved."""

@@ -18,12 +18,12 @@ from superoffload.engine.engine import Engine
 from superoffload.errors import StateError, SuperOffloadError
 from superoffload.host.memory import give_free_memory_back
 from superoffload.host.tensors import local_of, outside_inference
-from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.lifetime import Lifetime
 from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.other_ranks import Ranks
 from superoffload.optimizer.params import Params
+from superoffload.optimizer.settings import ParamGroups
 from superoffload.optimizer.state_dict import (
     ParamState,
     ReadState,

@@ -13,13 +13,12 @@ from superoffload.optimizer.delivery import Delivery
 from superoffload.optimizer.edits import Edits
 from superoffload.optimizer.frameworks import Reductions
 from superoffload.optimizer.gradient_source import gradient_of
-from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.other_ranks import Ranks
 from superoffload.optimizer.params import Params
+from superoffload.optimizer.settings import ClipSettings, LossScale, ParamGroups
 from superoffload.optimizer.tracked_param import TrackedParam, end_all, end_step, outdate, remember
-from superoffload.optimizer.verdict_terms import LossScale, VerdictTerms
 
 
 @dataclass(eq=False, repr=False)
@@ -35,7 +34,7 @@ class Step:
     _delivery: Delivery
     _reductions: Reductions
     _master_updates: MasterUpdates
-    _verdicts: VerdictTerms
+    _clipping: ClipSettings
     _advice: Advice
     _fp32_sums: bool
 
@@ -57,14 +56,15 @@ class Step:
             raise
         if verdict is None:
             self._idle.without_gradients(len(self._groups.params()))
-            self._verdicts.without_gradients()
+            self._clipping.without_gradients()
             return
-        norm, threshold = verdict.grad_norm, self._verdicts.max_grad_norm
+        norm, threshold = verdict.grad_norm, self._clipping.max_grad_norm
         self._idle.decided(skipped=verdict.found_inf, norm=norm, max_grad_norm=threshold)
-        self._verdicts.decided(verdict)
+        self._clipping.decided(verdict)
         failure: WorkerError | HostMemoryError | None = None
         try:
-            self._delivery.apply(verdict)
+            with self._delivery.acting():
+                self._engine.apply(verdict, later=self._delivery.later)
         except (WorkerError, HostMemoryError) as error:  # the step was completed or abandoned; raised below
             failure = error
         finally:
@@ -94,8 +94,7 @@ class Step:
         are known when they and the parameters are compared with what the user has now. An error here leaves gradients
         and speculated buckets as they are: the caller may call ``step()`` again, or ``zero_grad()``."""
         engine = self._engine
-        if engine.link.in_streams:
-            engine.link.check_stream()
+        engine.link.check_stream()
         engine.last_step.land()
         self._ranks.look()
         self._intake.check_finished()
@@ -110,7 +109,7 @@ class Step:
         self._edits.begin()
         if scale.was_taken_out:
             self._edits.all_edited()
-        self._verdicts.unscale = scale.inverse
+        self._clipping.unscale = scale.inverse
         self._reductions.finish()
         self._edits.collect()
         if self._engine.is_filling and self._engine.schedule.mode != "never":
@@ -121,15 +120,15 @@ class Step:
         """Returns the settings that must be the same on all ranks."""
         return {
             **self._groups.settings(),
-            "max_grad_norm": self._verdicts.max_grad_norm,
+            "max_grad_norm": self._clipping.max_grad_norm,
             "accumulate_dtype": "fp32" if self._fp32_sums else None,
-            "factor that takes the loss scale out": self._verdicts.unscale,
+            "factor that takes the loss scale out": self._clipping.unscale,
         }
 
     def _decide(self, *, found_inf: bool) -> Verdict | None:
         """Decides the verdict, the same as all ranks; None if no rank has a gradient. ``found_inf``: a scaler saw a NaN
         or an infinity; with other ranks they know it from ``agree_on()``."""
-        terms, session = self._verdicts, self._ranks.session
+        terms, session = self._clipping, self._ranks.session
         if session is not None:
             return self._engine.decide(unscale=terms.unscale, max_grad_norm=terms.max_grad_norm, exchange=session)
         if not self._engine.is_filling:

@@ -158,12 +158,6 @@ class TrackedGradient:
             self.sums = self._bits.of([self._holding.part_of_gradient(self.handed)])[0]
 
 
-def remember_all(several: Iterable[tuple[TrackedGradient, Tensor]]) -> None:
-    """Calls ``remember_plain()`` for each pair."""
-    for gradient, grad in several:
-        gradient.remember_plain(grad)
-
-
 def end_all(several: Iterable[TrackedGradient]) -> None:
     """The step is over, for each."""
     for gradient in several:
@@ -205,7 +199,6 @@ class TrackedParam(_Referable):
     number: int  # among them
     holding: Holding  # which elements of the parameter the shard is
     bits: BitSums  # sums bits of parameters and gradients; one for all parameters of an optimizer
-    early: bool = True  # the gradient is final when its hook runs, and is not reduced over ranks later
     readable: bool = True  # a read finds the bits that were published last
     version: tuple[int, int] = UNKNOWN
     sums: Sums | None = None  # of its bits, if they are compared
@@ -239,11 +232,6 @@ class TrackedParam(_Referable):
             self.shown_steps = self.shard.steps
             self.has_stepped = True
         return moved
-
-    def mark_final_early(self) -> None:
-        """Notes that its gradient is final when its hook runs."""
-        self.early = True
-        self.shard.gradient_is_final()
 
     # ---- the value ------------------------------------------------------------------------------------------------
 
@@ -358,16 +346,14 @@ class TrackedParam(_Referable):
 def end_step(several: Sequence[TrackedParam]) -> set[TrackedParam]:
     """The engine has none of their gradients any more, and the next step is likely to be like this one. Returns those
     that the step has moved."""
+    moved = set()
     for tracked in several:
-        tracked.gradient.expected = tracked.gradient.backwards or 1
-    end_all(tracked.gradient for tracked in several)
-    return {tracked for tracked in several if tracked.notice_step()}
-
-
-def remember_plain(several: Iterable[tuple[TrackedParam, int, Sums]]) -> None:
-    """``TrackedParam.remember_plain()`` for each, with its address and sums."""
-    for tracked, address, sums in several:
-        tracked.remember_plain(address, sums)
+        gradient = tracked.gradient
+        gradient.expected = gradient.backwards or 1
+        gradient.end_step()
+        if tracked.notice_step():
+            moved.add(tracked)
+    return moved
 
 
 def remember_values(several: Iterable[TrackedParam], *, on_device: bool = True) -> None:
@@ -449,7 +435,6 @@ def ready_gradients(
     ``arrived``: shards, by index, whose gradients the engine has.
     """
     ready: list[tuple[Shard, Tensor]] = []
-    watched: list[tuple[TrackedGradient, Tensor]] = []
     others: list[TrackedParam] = []
     bits_compared = bool(several) and several[0].bits.every_step
     for tracked in several:
@@ -472,10 +457,9 @@ def ready_gradients(
             and (bits_compared or tracked.place.is_of(param))
         ):
             ready.append((shard, grad))
-            watched.append((tracked.gradient, grad))
+            tracked.gradient.remember_plain(grad)
         else:
             others.append(tracked)
-    remember_all(watched)
     return ready, others
 
 
@@ -546,17 +530,18 @@ def outdate(several: Iterable[TrackedParam]) -> None:
 
 def remember(several: Sequence[TrackedParam], *, on_device: bool) -> None:
     """Remembers values as ``remember_values`` does, those of ordinary parameters in host memory all at once."""
-    plain = [
-        tracked
-        for tracked in several
-        if tracked.is_plain
-        and tracked.bits.every_step
-        and tracked.param.is_contiguous()
-        and tracked.param.numel() == tracked.shard.numel
-    ]
-    if len(plain) < len(several):
-        known = set(plain)
-        remember_values([tracked for tracked in several if tracked not in known], on_device=on_device)
-    runs = [(tracked.param.data_ptr(), tracked.param.nbytes) for tracked in plain]
-    sums = _native.bit_sums(runs, torch.get_num_threads()) if runs else ()
-    remember_plain(zip(plain, [address for address, _ in runs], sums, strict=True))
+    plain: list[TrackedParam] = []
+    runs: list[tuple[int, int]] = []
+    others: list[TrackedParam] = []
+    bits_compared = bool(several) and several[0].bits.every_step
+    for tracked in several:
+        param = tracked.param
+        if tracked.is_plain and bits_compared and param.is_contiguous() and param.numel() == tracked.shard.numel:
+            plain.append(tracked)
+            runs.append((param.data_ptr(), param.nbytes))
+        else:
+            others.append(tracked)
+    if others:
+        remember_values(others, on_device=on_device)
+    for tracked, (address, _), sums in zip(plain, runs, _native.bit_sums(runs, torch.get_num_threads()), strict=True):
+        tracked.remember_plain(address, sums)

@@ -12,8 +12,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from superoffload import _native
+from superoffload.engine.after_verdict import LastStep
 from superoffload.engine.bucket import Bucket, BucketState
-from superoffload.engine.last_step import LastStep
 from superoffload.engine.schedule import Schedule
 from superoffload.integrations.fsdp2 import ShardedModule
 from tests.support.fsdp2_cases import Case, build, train

@@ -13,25 +13,24 @@ from unittest import mock
 
 import torch
 
-import superoffload.engine.stepping as finisher_module
+import superoffload.engine.after_verdict as finisher_module
 import superoffload.host.signals as interrupts
 import superoffload.optimizer.state_dict as shown_steps_module
 from superoffload import _native
+from superoffload.engine.after_verdict import Finisher, LastStep
 from superoffload.engine.bucket import Bucket, BucketState, Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.executor import Executor
-from superoffload.engine.last_step import LastStep
 from superoffload.engine.snapshot import Snapshot
-from superoffload.engine.stepping import Finisher, Speculator
+from superoffload.engine.speculator import Speculator
 from superoffload.optimizer.delivery import OnDemand
 from superoffload.optimizer.edits import Edits
-from superoffload.optimizer.groups import ParamGroups
 from superoffload.optimizer.intake import Intake
 from superoffload.optimizer.master_updates import MasterUpdates
 from superoffload.optimizer.params import Params
+from superoffload.optimizer.settings import LossScale, ParamGroups
 from superoffload.optimizer.shown_state import ShownStates
 from superoffload.optimizer.tracked_param import TrackedParam
-from superoffload.optimizer.verdict_terms import LossScale
 
 Mutant = Callable[[], AbstractContextManager[Any]]
 Operation = _native.Operation

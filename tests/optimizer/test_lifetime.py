@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from superoffload import AdamW
-from superoffload.engine.stepping import Finisher
+from superoffload.engine.after_verdict import Finisher
 from superoffload.errors import StateError
 from tests.support.adamw_training import (
     assert_worker_threads,

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import superoffload
+from superoffload.engine.stats import GAUGES
 from superoffload.errors import ArgumentError, SuperOffloadError
-from superoffload.metrics import GAUGES, PER_STEP, PREFIX, TOTALS, Anomalies, Limits, Monitor, as_metrics
+from superoffload.metrics import PER_STEP, PREFIX, TOTALS, Anomalies, Limits, Monitor, as_metrics
 from tests.support.checkout import ROOT
 
 

@@ -14,12 +14,12 @@ import pytest
 from benchmarks.emulation.clock import when_done
 from benchmarks.emulation.link import VirtualLink
 from superoffload import _native
+from superoffload.engine.after_verdict import Finisher, LastStep
 from superoffload.engine.bucket import BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.inbox import Packer
-from superoffload.engine.last_step import LastStep
 from superoffload.engine.snapshot import Snapshots
-from superoffload.engine.stepping import Finisher, Speculator
+from superoffload.engine.speculator import Speculator
 from tests.simulator.schedules import simulate
 from tests.simulator.simulation import BrokenPromiseError
 from tests.support.checkout import ROOT

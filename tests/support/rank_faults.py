@@ -69,7 +69,7 @@ def drop_clip(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
 
     def factor_of(factor: float) -> float:
         here = dist.get_rank() == rank and step_of(optimizer) >= step
-        return float(optimizer._permanent.verdicts.unscale) if here else factor
+        return float(optimizer._permanent.clipping.unscale) if here else factor
 
     def unclipped(verdict: Verdict, **options: bool) -> None:
         apply(verdict._replace(gradient_factor=factor_of(verdict.gradient_factor)), **options)

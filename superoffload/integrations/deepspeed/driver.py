@@ -39,7 +39,6 @@ class PartitionLink(SynchronousLink):
         self._gradient_of = gradient_of
         self._pin = pin
         self._accelerator: Link = accelerator or HostLink()  # one without buckets
-        self.in_streams = self._accelerator.in_streams
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
         super().prepare(buckets, anew=anew)

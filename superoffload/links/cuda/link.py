@@ -124,7 +124,6 @@ class CudaOptions:
 class CudaLink:
     """Serves gradients and parameters on a device; everything else is in host memory."""
 
-    in_streams = True
     in_place = False
     asynchronous = True
 

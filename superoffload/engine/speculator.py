@@ -1,25 +1,21 @@
-"""Buckets are stepped: before the verdict, and undone where that was wrong; and after it."""
+"""Before the verdict, buckets are speculated, or it is noted why not; and undone where that was wrong."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
-
-import numpy as np
 
 from superoffload import _native
 from superoffload.engine.bucket import Bucket, BucketState
 from superoffload.engine.executor import Executor
 from superoffload.engine.inbox import Inbox
 from superoffload.engine.layout import Layout
-from superoffload.engine.schedule import Schedule, Situation
+from superoffload.engine.schedule import Schedule
 from superoffload.engine.snapshot import Snapshots
 from superoffload.engine.stats import Stats
-from superoffload.errors import DeviceError, TornStep
 from superoffload.links.base import Link
 
-Operation = _native.Operation
 _CHOSEN = "speculation='{}' chose to wait"
 
 
@@ -62,7 +58,7 @@ class Speculator:
             self.consider(bucket)
         else:
             never = self._schedule.mode == "never"
-            bucket.why_it_waits = _CHOSEN.format("never") if never else "its gradients were taken in step()"
+            bucket.why_not_speculated = _CHOSEN.format("never") if never else "its gradients were taken in step()"
 
     def count_anew(self, buckets: Iterable[Bucket]) -> None:
         """What is packed of these has changed: their squares count anew."""
@@ -73,8 +69,8 @@ class Speculator:
 
     def consider(self, bucket: Bucket) -> None:
         """Steps a packed bucket with a journal, unless there is a reason to wait for the verdict, which it notes."""
-        bucket.why_it_waits = self._reason_to_wait(bucket)
-        if bucket.why_it_waits is not None:
+        bucket.why_not_speculated = self._speculate(bucket)
+        if bucket.why_not_speculated is not None:
             self.held = bucket.held or self.held
             return
         if self._link.asynchronous:
@@ -82,8 +78,8 @@ class Speculator:
             self._link.stage(bucket, bucket.running)
         self.speculated += 1
 
-    def _reason_to_wait(self, bucket: Bucket) -> str | None:
-        """Returns why ``bucket`` waits; None if worker threads step it now."""
+    def _speculate(self, bucket: Bucket) -> str | None:
+        """Has worker threads step ``bucket`` now, and returns None; else why it waits."""
         inbox = self._inbox
         if not inbox.unfinished.isdisjoint(bucket.indices):
             return "more gradients of it are expected"
@@ -138,7 +134,7 @@ class Speculator:
             return
         self.end(bucket)
         if bucket.state is BucketState.SPECULATED:
-            self._executor.submit(bucket, Operation.undo)
+            self._executor.submit(bucket, _native.Operation.undo)
             self._executor.wait(bucket)
             self._mark_undone(bucket)
 
@@ -149,7 +145,7 @@ class Speculator:
             if bucket.state is BucketState.SPECULATED:
                 self.end(bucket)
             if bucket.state is BucketState.SPECULATED:
-                self._executor.submit(bucket, Operation.undo)
+                self._executor.submit(bucket, _native.Operation.undo)
                 undone.append(bucket)
         for bucket in undone:
             self._link.unstage(bucket)
@@ -170,7 +166,7 @@ class Speculator:
         self._link.unstage(bucket)
         bucket.work.release_journal()
         bucket.move(BucketState.UNDONE)
-        bucket.why_it_waits = bucket.why_it_waits or "it was stepped and undone"
+        bucket.why_not_speculated = bucket.why_not_speculated or "it was stepped and undone"
         self._stats.add(buckets_undone=1)
         bucket.move(BucketState.FILLING)
         bucket.move(BucketState.READY)
@@ -221,95 +217,4 @@ class PartialNorm:
 
 
 def _squares_of(bucket: Bucket) -> float:
-    here = zip(bucket.pieces, bucket.present, strict=True)
-    return sum(_native.fold_sums([piece.sums for piece, present in here if present]))
-
-
-@dataclass(eq=False, repr=False)
-class Finisher:
-    """Gives buckets their fate, with the factor that multiplies every gradient element."""
-
-    _link: Link
-    _layout: Layout
-    _speculator: Speculator
-    _executor: Executor
-    _schedule: Schedule
-    _snapshots: Snapshots
-    _stats: Stats
-    _may_settle_later: bool
-
-    def __post_init__(self) -> None:
-        self._in_two_phases: set[Bucket] = set()  # chosen for this step
-
-    def choose_two_phases(self, moving: Sequence[Bucket], *, on_demand: bool) -> None:
-        """Chooses the buckets to publish now and settle later: the first in forward order that were not speculated."""
-        self._in_two_phases.clear()
-        numel = sum(bucket.numel for bucket in moving)
-        ready = [b for b in moving if b.state is BucketState.READY and b.work.publishes and b.held is None]
-        waiting = sum(bucket.numel for bucket in ready)
-        if not (self._may_settle_later and self._layout.observed and numel):
-            return
-        self._schedule.speculated(1.0 - waiting / numel)
-        situation = Situation(numel, waiting, len(moving), apart=self._link.asynchronous, on_demand=on_demand)
-        left = self._schedule.share_to_publish(situation) * waiting
-        for bucket in ready:
-            if left < bucket.numel / 2:
-                break
-            left -= bucket.numel
-            self._in_two_phases.add(bucket)
-
-    def finish(self, bucket: Bucket, factor: float) -> None:
-        """Commits a bucket that was speculated with ``factor``; hands any other to the worker threads."""
-        if bucket.state is BucketState.SPECULATED and bucket.frozen != self._executor.hyper(bucket.group):
-            self._speculator.undo(bucket)  # lr, betas, eps or weight_decay changed after speculation
-        if bucket.state is BucketState.SPECULATED and _same_bits(bucket.factor, factor):
-            bucket.work.release_journal()
-            bucket.move(BucketState.COMMITTED)
-            self._stats.add(buckets_committed=1)
-        elif bucket.state is BucketState.SPECULATED:
-            self._link.unstage(bucket)  # the replay writes the shadow that it was copied from
-            self._run(bucket, factor, Operation.replay, BucketState.REPLAYED)
-            self._stats.add(buckets_replayed=1)
-        elif bucket in self._in_two_phases and bucket.work.take_halves():
-            self._snapshots.protect(piece.shard for piece in bucket.pieces)
-            self._run(bucket, factor, Operation.publish, BucketState.PUBLISHED)
-            self._stats.add(buckets_two_phase=1)
-        else:
-            self._snapshots.protect(piece.shard for piece in bucket.pieces)
-            self._run(bucket, factor, Operation.step, BucketState.STEPPED)
-            self._stats.add(buckets_stepped=1)
-
-    def _run(self, bucket: Bucket, factor: float, operation: Operation, state: BucketState) -> None:
-        if self._link.in_place:
-            self._layout.describe(bucket)
-        self._executor.freeze(bucket, factor)
-        self._executor.submit(bucket, operation)
-        bucket.move(state)
-
-    def step_resident(self, buckets: Sequence[Bucket], factor: float, *, shared: bool) -> None:
-        """Steps buckets whose state is on the accelerator, before all others.
-
-        Raises DeviceError if the device refuses the first bucket: nothing has changed. Raises TornStep if only some of
-        the buckets were stepped, or where other ranks act on the same verdict (``shared``).
-        """
-        for number, bucket in enumerate(buckets):
-            assert self._layout.placer is not None
-            self._snapshots.protect(piece.shard for piece in bucket.pieces)
-            self._executor.freeze(bucket, factor)
-            try:
-                self._layout.placer.residency.step(bucket)
-            except DeviceError as error:
-                if number or shared:
-                    raise TornStep(
-                        f"{error}; some parameters are of this step and some of the one before: make a new optimizer "
-                        "and load the last checkpoint"
-                    ) from error
-                raise
-            bucket.move(BucketState.STEPPED)
-            self._stats.add(buckets_stepped=1)
-
-
-def _same_bits(factor: float, other: float) -> bool:
-    """Returns whether both factors have the same bits in fp32, as the kernels round them; 0 and -0 differ."""
-    with np.errstate(over="ignore", under="ignore"):
-        return bool(np.float32(factor).tobytes() == np.float32(other).tobytes())
+    return sum(_native.fold_sums([piece.sums for piece in bucket.stepped_pieces()]))
