@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from superoffload.adamw import AdamW
-from superoffload.checkpoints.tensor_files import Piece
+from superoffload.checkpoints.tensor_files import StoredPart
 from superoffload.cpu_adamw import CPUAdamW
 from superoffload.distributed.ownership import Holding, dtensor_holding, whole_holding
 from superoffload.distributed.session import RankSession, plain_name
@@ -23,8 +23,8 @@ _EXTRA_STATE = "_extra_state"
 MODEL, MASTER, EXP_AVG, EXP_AVG_SQ = "model.", "master.", "exp_avg.", "exp_avg_sq."  # of entries in files
 
 
-def piece_of(tensor: Tensor, holding: Holding) -> Piece:
-    return Piece(tuple(tensor.shape), holding.box, holding.is_flat)
+def piece_of(tensor: Tensor, holding: Holding) -> StoredPart:
+    return StoredPart(tuple(tensor.shape), holding.box, holding.is_flat)
 
 
 def holding_of(name: str, tensor: Tensor) -> Holding:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from superoffload.checkpoints.tensor_files import Piece
+from superoffload.checkpoints.tensor_files import StoredPart
 from superoffload.distributed.ownership import misfit
 from superoffload.errors import ArgumentError, DiskError, StateError, shortened, shown, warn
 
@@ -258,7 +258,7 @@ def keep_only(final: Path, count: int) -> None:
 class Stored(NamedTuple):
     """Says where a piece of a tensor is, and the checksum of its bytes."""
 
-    piece: Piece
+    piece: StoredPart
     file: str
     sha256: str
 
@@ -301,7 +301,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _pieces(key: str, parts: list[Mapping[str, Any]], files: Mapping[str, Any]) -> list[Stored]:
     """Raises an error of any kind unless the parts of a tensor are in the files and fit together."""
-    stored = [Stored(Piece.of_json(part), part["file"], part["sha256"]) for part in parts]
+    stored = [Stored(StoredPart.of_json(part), part["file"], part["sha256"]) for part in parts]
     if not all(one.file in files and one.file != STATE and isinstance(one.sha256, str) for one in stored):
         raise ValueError(f"{key}: expected files that the manifest lists, and checksums")
     first = stored[0].piece

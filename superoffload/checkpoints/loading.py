@@ -29,7 +29,7 @@ from superoffload.checkpoints.contents import (
     piece_of,
 )
 from superoffload.checkpoints.folder import STATE, read_manifest
-from superoffload.checkpoints.tensor_files import Piece, bytes_of, put_together
+from superoffload.checkpoints.tensor_files import StoredPart, bytes_of, put_together
 from superoffload.distributed.ownership import Box, Holding, like_parameter
 from superoffload.errors import ArgumentError, shortened, shown
 from superoffload.host.signals import held_signals
@@ -130,7 +130,7 @@ class _Checkpoint:
     def names(self, prefix: str) -> set[str]:
         return {key.removeprefix(prefix) for key in self.tensors if key.startswith(prefix)}
 
-    def values(self, key: str, own: Piece) -> Values:
+    def values(self, key: str, own: StoredPart) -> Values:
         """Returns the elements of ``own``, a piece of entry ``key``."""
         pieces = self.tensors[key]
         if pieces[0].piece.shape != own.shape:
@@ -146,7 +146,7 @@ class _Checkpoint:
         dtype = found[0][1].dtype
         return Values(own.shape, dtype, lambda: blocks_of(put_together(own, found, dtype).reshape(-1)))
 
-    def _tensor(self, key: str, piece: Piece, file: str) -> Tensor:
+    def _tensor(self, key: str, piece: StoredPart, file: str) -> Tensor:
         """Returns a piece as a view of its file's memory map."""
         from safetensors import SafetensorError
 
@@ -216,7 +216,7 @@ def _other_values(stored: _Checkpoint, named: Named, whole: Whole) -> dict[str, 
 
 def _whole_tensor(stored: _Checkpoint, key: str) -> Tensor:
     shape = stored.tensors[key][0].piece.shape
-    values = stored.values(key, Piece(shape, Box.whole(shape), flat=False))
+    values = stored.values(key, StoredPart(shape, Box.whole(shape), flat=False))
     tensor = torch.empty(shape, dtype=values.dtype, device="cpu")
     values.copy_to(tensor.view(-1))
     return tensor

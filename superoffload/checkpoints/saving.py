@@ -42,7 +42,7 @@ from superoffload.checkpoints.contents import (
     piece_of,
 )
 from superoffload.checkpoints.folder import STATE
-from superoffload.checkpoints.tensor_files import Piece, TensorFile, flat_runs
+from superoffload.checkpoints.tensor_files import StoredPart, TensorFile, flat_runs
 from superoffload.distributed.ownership import Holding, OwnersTable
 from superoffload.engine import moments
 from superoffload.engine.master_halves import join
@@ -264,7 +264,7 @@ def _unreadable(extra: Mapping[str, Any]) -> str:
 class _Part:
     """Holds what this rank writes: by entry the dtype and the place in the whole tensor, and the sources of values."""
 
-    entries: dict[str, tuple[torch.dtype, Piece]] = field(default_factory=dict)
+    entries: dict[str, tuple[torch.dtype, StoredPart]] = field(default_factory=dict)
     shards: dict[int, tuple[str, TrackedParam]] = field(default_factory=dict)  # by index
     plain: list[tuple[str, Tensor, int | None]] = field(default_factory=list)  # with its version; None: a copy
 

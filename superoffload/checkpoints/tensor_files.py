@@ -124,7 +124,7 @@ def flat_runs(tensor: Tensor) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPart:
     """Locates a part of a tensor of ``shape``: a box of it, or, if it is ``flat``, of the flat tensor."""
 
     shape: tuple[int, ...]
@@ -132,7 +132,7 @@ class Piece:
     flat: bool
 
     @classmethod
-    def of_json(cls, content: Mapping[str, Any]) -> Piece:
+    def of_json(cls, content: Mapping[str, Any]) -> StoredPart:
         """Returns the piece that a manifest describes; raises an error of any kind for what is none."""
         shape, offsets, lengths = (tuple(content[key]) for key in ("shape", "offsets", "lengths"))
         piece = cls(shape, Box(offsets, lengths), content["flat"])
@@ -157,7 +157,7 @@ class Piece:
         last = Box(tuple(map(lambda o, n: o + n - 1, self.box.offsets, self.box.lengths)), self.box.lengths)
         return range(self.box.first_in(self.sizes), last.first_in(self.sizes) + 1)
 
-    def may_share(self, other: Piece) -> bool:
+    def may_share(self, other: StoredPart) -> bool:
         """Tells whether two pieces of a tensor have an element in common; of pieces that are cut in different ways,
         whether they may have."""
         if self.flat == other.flat:
@@ -166,7 +166,7 @@ class Piece:
         return bool(self.box.numel and other.box.numel and range(max(one[0], two[0]), min(one[-1], two[-1]) + 1))
 
 
-def put_together(own: Piece, found: Sequence[tuple[Piece, Tensor]], dtype: torch.dtype) -> Tensor:
+def put_together(own: StoredPart, found: Sequence[tuple[StoredPart, Tensor]], dtype: torch.dtype) -> Tensor:
     """Returns the elements of ``own`` from the pieces that share some with it: a view where one piece is enough."""
     if len(found) == 1:
         piece, values = found[0]
@@ -176,7 +176,7 @@ def put_together(own: Piece, found: Sequence[tuple[Piece, Tensor]], dtype: torch
             return own.box.of(values.reshape(own.sizes))
     target = own
     if any(piece.flat != own.flat for piece, _ in found):
-        target = Piece(own.shape, Box.whole((math.prod(own.shape),) if not own.flat else own.shape), not own.flat)
+        target = StoredPart(own.shape, Box.whole((math.prod(own.shape),) if not own.flat else own.shape), not own.flat)
     joined = torch.empty(target.box.lengths, dtype=dtype, device="cpu")  # what is not written takes no memory
     for piece, values in found:
         common = _overlap(piece.box, target.box)

@@ -252,7 +252,7 @@ Pair = tuple[tuple[int, ...], tuple[int, ...]]  # the offsets and lengths of a b
 
 
 @dataclass(frozen=True, eq=False)
-class Partition:
+class RankGroups:
     """Groups the ranks that have the same; each rank is in one group, ascending, and groups go by their first rank.
 
     An ``OwnersTable`` makes one object for equal groups, so that comparing two costs nothing.
@@ -275,7 +275,7 @@ class Owners:
     one counts where elements must be counted once. A rank with an empty part is a group of its own."""
 
     boxes: tuple[Box, ...]  # by group
-    replicas: Partition
+    replicas: RankGroups
 
     def parts(self) -> Iterator[tuple[int, Box]]:
         """Yields each box that is not empty with the first rank that owns it."""
@@ -297,12 +297,12 @@ class OwnersTable:
     a thousand ranks each costs milliseconds."""
 
     def __init__(self) -> None:
-        self._partitions: dict[tuple[Ranks, ...], Partition] = {}
+        self._partitions: dict[tuple[Ranks, ...], RankGroups] = {}
         self._known: dict[tuple[tuple[int, ...], Ranks, tuple[Pair, ...]], Owners] = {}
 
-    def partition(self, groups: Sequence[Sequence[int]]) -> Partition:
+    def partition(self, groups: Sequence[Sequence[int]]) -> RankGroups:
         key = tuple(tuple(group) for group in groups)
-        return self._partitions.setdefault(key, Partition(key))
+        return self._partitions.setdefault(key, RankGroups(key))
 
     def apart(self, ranks: Ranks, told: Sequence[Pair]) -> Owners:
         """Returns the owners of parameters that are each rank's own."""

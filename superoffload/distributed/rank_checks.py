@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from superoffload.distributed.group import RankGroup
-from superoffload.distributed.ownership import Box, Holding, Owners, OwnersTable, Pair, Partition, Ranks, box_of
+from superoffload.distributed.ownership import Box, Holding, Owners, OwnersTable, Pair, RankGroups, Ranks, box_of
 from superoffload.engine.bucket import Shard
 from superoffload.engine.master_halves import is_rounded
 from superoffload.errors import ArgumentError, RankError
@@ -84,7 +84,7 @@ class Cohort:
     ranks: Ranks
     keys: tuple[Key, ...]
     owners: tuple[Owners, ...]
-    copies: tuple[Partition, ...]
+    copies: tuple[RankGroups, ...]
     units: tuple[tuple[int, ...], ...]
     index: Mapping[Key, int] = field(init=False)
 
@@ -218,7 +218,7 @@ def keys_of(listings: Sequence[Listing]) -> tuple[Key, ...]:
     return tuple(keys)
 
 
-def _units_of(sizes: Sequence[int], copies: Sequence[Partition]) -> Iterator[tuple[int, ...]]:
+def _units_of(sizes: Sequence[int], copies: Sequence[RankGroups]) -> Iterator[tuple[int, ...]]:
     """Groups consecutive parameters whose copies are on the same ranks into about 32 units."""
     total, unit, filled = sum(sizes), list[int](), 0
     for i, size in enumerate(sizes):

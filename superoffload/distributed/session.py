@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from superoffload.distributed.group import FAILED, FOUND_INF, LEFT, MOST_CLASSES, NO_INPUTS, Exchange, Packet, RankGroup
-from superoffload.distributed.ownership import Holding, OwnersTable, Partition, check_strided, holder
+from superoffload.distributed.ownership import Holding, OwnersTable, RankGroups, check_strided, holder
 from superoffload.distributed.rank_checks import (
     FullCheck,
     GradientOf,
@@ -360,7 +360,7 @@ class RankSession:
         raise RankError(self._failure)
 
 
-def _odd_of(values: Mapping[int, Any], same: Partition) -> Iterator[tuple[int, int]]:
+def _odd_of(values: Mapping[int, Any], same: RankGroups) -> Iterator[tuple[int, int]]:
     """Yields each rank whose value differs from that of most ranks of its group, with one of that majority."""
     for ranks in same.groups:
         known = {rank: values[rank] for rank in ranks if rank in values}

@@ -167,7 +167,7 @@ def end_all(several: Iterable[TrackedGradient]) -> None:
 # ---- one parameter --------------------------------------------------------------------------------------------------
 
 
-class Place:
+class Location:
     """Knows a tensor's storage, address and strides.
 
     It keeps the storage's record alive, not its memory. So the memory can be freed, and a later storage at the same
@@ -207,7 +207,7 @@ class TrackedParam(_Referable):
     has_stepped: bool = False  # by this optimizer, so that the dtype of its gradients is known
     step: Tensor = field(init=False)  # shown as state[p]["step"]
     device: torch.device = field(init=False)  # where it must stay
-    place: Place = field(init=False)
+    place: Location = field(init=False)
     address: int = field(init=False)
     is_dtensor: bool = field(init=False)
     is_plain: bool = field(init=False)  # an ordinary tensor, in the order of its dimensions, all of it here
@@ -217,7 +217,7 @@ class TrackedParam(_Referable):
         local = local_of(self.param)
         self.step = self.steps.at(self.number)
         self.device = local.device
-        self.place = Place(local)
+        self.place = Location(local)
         self.address = local.data_ptr()
         self.is_dtensor = is_dtensor(self.param)
         self.is_plain = self.readable and self.holding.is_memory_of(self.param)
@@ -246,7 +246,7 @@ class TrackedParam(_Referable):
             self._move_to(local)
 
     def _move_to(self, local: Tensor) -> None:
-        self.place, self.address, self.was_moved = Place(local), local.data_ptr(), True
+        self.place, self.address, self.was_moved = Location(local), local.data_ptr(), True
 
     def move_apart(self) -> None:
         """Notes that no other parameter has the same memory."""

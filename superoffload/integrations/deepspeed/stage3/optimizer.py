@@ -170,7 +170,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Stage3Parts:
     """Holds what ``SpeculativeStage3`` owns. Each part knows those before it."""
 
     driver: PartitionDriver
@@ -231,7 +231,7 @@ class Closed:
         raise StateError("this optimizer was destroyed; make a new engine with deepspeed.initialize()")
 
 
-def assemble(given: Given, module_parameters: Sequence[Any]) -> Parts:
+def assemble(given: Given, module_parameters: Sequence[Any]) -> Stage3Parts:
     """Makes the parts for DeepSpeed's layout. Collective."""
     stock, options = given.stock, given.options
     resident = resident_sub_groups(stock.subgroup_to_device)
@@ -267,7 +267,7 @@ def assemble(given: Given, module_parameters: Sequence[Any]) -> Parts:
         before_gather=given.before_gather if on_demand else None,
         after_update=given.after_update,
     )
-    return Parts(driver, inner, ranks, failures, gradients, formulas, window_end, steps, saved_state, readers)
+    return Stage3Parts(driver, inner, ranks, failures, gradients, formulas, window_end, steps, saved_state, readers)
 
 
 # ---- what DeepSpeed calls ------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ class SpeculativeStage3(DeepSpeedZeroOptimizer_Stage3):
     """Makes ZeRO-3's optimizer step during backward, on the CPU, with a result that speculation never changes."""
 
     superoffload_options: Options
-    parts: Parts | Closed = Closed()  # also while DeepSpeed's constructor runs
+    parts: Stage3Parts | Closed = Closed()  # also while DeepSpeed's constructor runs
     overflow: bool  # DeepSpeed's, as are the others
     persistent_parameters: Any
     _global_grad_norm: Any
