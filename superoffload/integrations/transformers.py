@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from os import PathLike
 from threading import get_ident
 from typing import Any
 
@@ -111,9 +112,10 @@ def on_host(load: Callable[..., None]) -> Callable[..., None]:
     def load_on_host(*args: Any, **named: Any) -> None:
         stock, thread = torch.load, get_ident()
 
-        def read(*file: Any, **options: Any) -> Any:
-            mapped = {"map_location": "cpu", "mmap": True} if get_ident() == thread else {}
-            return stock(*file, **{**options, **mapped})
+        def read(f: Any, map_location: Any = None, *rest: Any, **options: Any) -> Any:
+            if get_ident() == thread:
+                map_location, options["mmap"] = "cpu", isinstance(f, (str, PathLike))
+            return stock(f, map_location, *rest, **options)
 
         torch.load = read
         try:
@@ -157,8 +159,7 @@ def _sleep_while_it_generates(trainer: Any) -> None:
     def generate_asleep(*positional: Any, **named: Any) -> Any:
         if trainer.optimizer is None:  # an evaluation before train()
             return generate(*positional, **named)
-        optimizer = optimizer_of(trainer.optimizer)
-        optimizer.sleep()
+        (optimizer := optimizer_of(trainer.optimizer)).sleep()
         try:
             return generate(*positional, **named)
         finally:

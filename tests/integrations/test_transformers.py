@@ -163,6 +163,21 @@ def test_on_several_gpus_checkpoints_are_mapped_into_host_memory(
     resumed.optimizer.close()
 
 
+def test_a_file_that_is_open_already_is_read(tmp_path: Path) -> None:
+    """Transformers has torch.distributed.checkpoint read those of FSDP2's sharded checkpoints."""
+    from superoffload.integrations.transformers import on_host
+
+    path, found = tmp_path / "state.pt", list[torch.Tensor]()
+    torch.save(torch.arange(4), path)
+
+    def load() -> None:
+        with path.open("rb") as file:
+            found.extend([torch.load(file, map_location="meta"), torch.load(str(path), "meta", weights_only=True)])
+
+    on_host(load)()
+    assert [one.tolist() for one in found] == [[0, 1, 2, 3]] * 2
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     def trainer(attributes: dict[str, Any], **options: Any) -> Any:
         made = trainer_of(tmp_path, model_of(), None, **options)
