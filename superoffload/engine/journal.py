@@ -4,6 +4,10 @@ The planner and doctor import this without loading torch.
 
 All buckets share the reserved memory (csrc/runtime/journal_memory.h), so that it need not be as large as each bucket's
 worst step. Steps that need more room than there is leave their last buckets out of speculation, or undo them early.
+
+[Note: why the journal is enough] A step estimates the old values from the new ones and the packed gradient, and writes
+by how many units in the last place each estimate misses. Undo makes the same estimate from the same bits and adds that.
+What no code can hold is written whole, as an escape; without room for escapes the step is undone while all is known.
 """
 
 from __future__ import annotations

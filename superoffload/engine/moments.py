@@ -37,7 +37,7 @@ def check_axes(name: str, axes: Axes) -> Axes:
     return axes
 
 
-BLOCK: int = _native.MOMENT_BLOCK  # elements that share a scale
+PER_SCALE: int = _native.MOMENT_BLOCK  # elements that share a scale
 _AT_ONCE = 1 << 17  # elements to convert at a time, so that little memory is needed beside them
 _NAN_SCALE = 255
 
@@ -72,7 +72,7 @@ EXP_AVG_SQ = CodeFormat(exponent_bits=5, fraction_bits=3, signed=False)
 
 def stored_numel(numel: int, dtype: torch.dtype) -> int:
     """Returns how many elements of ``dtype`` store the moment of ``numel`` parameters."""
-    return numel + (-(-numel // BLOCK) if dtype == torch.uint8 else 0)
+    return numel + (-(-numel // PER_SCALE) if dtype == torch.uint8 else 0)
 
 
 def shown_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -83,7 +83,7 @@ def shown_dtype(dtype: torch.dtype) -> torch.dtype:
 def scales_address(moment: Tensor, numel: int, start: int = 0) -> int:
     """Returns the address of the scale of the block that begins at element ``start`` of ``moment``, which is stored for
     ``numel`` parameters; 0: it has no scales."""
-    return moment.data_ptr() + numel + start // BLOCK if moment.dtype == torch.uint8 else 0
+    return moment.data_ptr() + numel + start // PER_SCALE if moment.dtype == torch.uint8 else 0
 
 
 def read_exp_avg(shard: Shard) -> Tensor:
@@ -103,7 +103,7 @@ def read_moment(stored: Tensor, numel: int, form: CodeFormat) -> Tensor:
     found = torch.empty(numel, dtype=torch.bfloat16, device=stored.device)
     for at in range(0, numel, _AT_ONCE):
         end = min(at + _AT_ONCE, numel)
-        scales = stored[numel + at // BLOCK : numel + -(-end // BLOCK)]
+        scales = stored[numel + at // PER_SCALE : numel + -(-end // PER_SCALE)]
         found[at:end] = _decode(stored[at:end], scales, form)
     return found
 
@@ -119,8 +119,8 @@ def write_moment(stored: Tensor, numel: int, form: CodeFormat, blocks: Iterable[
         return
     cut: dict[int, list[tuple[int, Tensor]]] = {}  # blocks of codes that the given ones cut, by their start
     for at, block in blocks:
-        first = min(-(-at // BLOCK) * BLOCK, at + len(block))
-        last = at + len(block) if at + len(block) == numel else max(first, (at + len(block)) // BLOCK * BLOCK)
+        first = min(-(-at // PER_SCALE) * PER_SCALE, at + len(block))
+        last = at + len(block) if at + len(block) == numel else max(first, (at + len(block)) // PER_SCALE * PER_SCALE)
         _encode_into(stored, numel, form, first, block[first - at : last - at])
         for begin, part in ((at, block[: first - at]), (last, block[last - at :])):
             if len(part):
@@ -131,10 +131,10 @@ def _add_part(
     stored: Tensor, numel: int, form: CodeFormat, cut: dict[int, list[tuple[int, Tensor]]], at: int, part: Tensor
 ) -> None:
     """Keeps a part of a block of codes until all of its parts are there; their scale depends on them all."""
-    start = at // BLOCK * BLOCK
+    start = at // PER_SCALE * PER_SCALE
     parts = cut.setdefault(start, [])
     parts.append((at, part.clone()))
-    if sum(len(one) for _, one in parts) == min(BLOCK, numel - start):
+    if sum(len(one) for _, one in parts) == min(PER_SCALE, numel - start):
         parts.sort(key=lambda one: one[0])
         _encode_into(stored, numel, form, start, torch.cat([one for _, one in parts]))
         del cut[start]
@@ -146,13 +146,13 @@ def _encode_into(stored: Tensor, numel: int, form: CodeFormat, at: int, values: 
         codes, scales = _encode(values[begin : begin + _AT_ONCE].to(stored.device), form)
         here = at + begin
         stored[here : here + len(codes)] = codes
-        stored[numel + here // BLOCK : numel + here // BLOCK + len(scales)] = scales
+        stored[numel + here // PER_SCALE : numel + here // PER_SCALE + len(scales)] = scales
 
 
 def _encode(values: Tensor, form: CodeFormat) -> tuple[Tensor, Tensor]:
-    padded = torch.zeros(-(-len(values) // BLOCK) * BLOCK, dtype=torch.float32, device=values.device)
+    padded = torch.zeros(-(-len(values) // PER_SCALE) * PER_SCALE, dtype=torch.float32, device=values.device)
     padded[: len(values)] = values
-    magnitudes = padded.abs().view(-1, BLOCK)
+    magnitudes = padded.abs().view(-1, PER_SCALE)
     largest = magnitudes.amax(dim=1, keepdim=True).view(torch.int32)
     # The topmost code must not be below the largest magnitude.
     scales = ((largest + (1 << form.dropped_bits) - 1) >> 23).clamp(form.binades + 1, _NAN_SCALE - 1)
@@ -162,14 +162,14 @@ def _encode(values: Tensor, form: CodeFormat) -> tuple[Tensor, Tensor]:
     words = torch.maximum(magnitudes, denormal).view(torch.int32) - base
     codes = ((words + (1 << (form.dropped_bits - 1))) >> form.dropped_bits).clamp(max=form.top)
     if form.signed:
-        codes |= padded.view(-1, BLOCK).signbit().to(torch.int32) * (form.top + 1)
+        codes |= padded.view(-1, PER_SCALE).signbit().to(torch.int32) * (form.top + 1)
     else:  # as in a step: what is above 0 does not become 0
         codes = torch.where(magnitudes > 0, codes.clamp(min=1), codes)
     return codes.view(-1)[: len(values)].to(torch.uint8), scales.view(-1).to(torch.uint8)
 
 
 def _decode(codes: Tensor, scales: Tensor, form: CodeFormat) -> Tensor:
-    scale = scales.to(torch.int32).repeat_interleave(BLOCK)[: len(codes)]
+    scale = scales.to(torch.int32).repeat_interleave(PER_SCALE)[: len(codes)]
     base = (scale.clamp(form.binades + 1, _NAN_SCALE - 1) - form.binades) << 23
     number = codes.to(torch.int32)
     bits = base + ((number & form.top) << form.dropped_bits)

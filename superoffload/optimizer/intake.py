@@ -99,10 +99,11 @@ class Intake:
     def take(self, tracked: TrackedParam) -> None:
         """Takes a gradient in its hook, after backward has added to it.
 
-        A gradient that does not complete its bucket waits for the others, at the cost of a look-up and a count. All
-        others, such as those of several buckets or that the engine has already, take the longer way of ``_take_alone``.
-        ``backwards`` and ``_waiting`` are only a hint: after an interrupt between any two lines, ``step()`` finds the
-        gradient in ``p.grad``.
+        [Note: why gradients wait for the last one of their bucket] Hooks hold up backward. So one that does not
+        complete its bucket costs a look-up and a count, and the last one hands all to the engine, compared and packed
+        together. They wait in ``p.grad``; ``backwards`` and ``_waiting`` are only a hint: an edit on the way is seen
+        in the comparison, and after an interrupt between any two lines ``step()`` finds the gradient there.
+        The first of a step, those of several buckets and second ones go alone, by ``_take_alone``.
         """
         if self._accumulation.contexts:
             if self._only_adds_up(tracked):

@@ -3,6 +3,10 @@
 When its elements are needed, the packed gradient is copied back, and all operations use that copy: additions of
 autograd, reads, clips, unscaling. So loops that edit gradients by hand are right, only slower. Where gradients add up
 in host memory (superoffload/optimizer/accumulation.py), the placeholder keeps autograd's addend for our hook.
+
+[Note: who may write a placeholder] Autograd adds to what is in ``p.grad``, in C++, before our hook runs: one addend is
+kept and not added (``takes``), since the hook adds it to the packed gradient. ``zero_`` is only noted. Every other
+write, by whatever thread, goes to the copy that was brought back; ``step()`` finds that it is in use and packs it anew.
 """
 
 from __future__ import annotations

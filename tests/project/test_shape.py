@@ -16,10 +16,10 @@ PACKAGE = Path(superoffload.__file__).resolve().parent
 FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
 # Lines and files of each folder, which may only fall.
 BUDGET = {
-    "root": (1749, 10),
-    "optimizer": (5489, 24),
+    "root": (1738, 10),
+    "optimizer": (5480, 23),
     "engine": (3734, 17),
-    "links": (1898, 12),
+    "links": (1895, 12),
     "distributed": (1886, 6),
     "checkpoints": (1698, 6),
     "integrations": (4090, 22),
