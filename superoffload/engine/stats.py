@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Stats:
-    """Counts buckets and steps; times are in seconds, sizes in bytes.
+    """Counts buckets and steps; times are in seconds, sizes in bytes. ``GAUGES`` below are values of now.
 
     buckets_two_phase were published right after the verdict and settled behind the next forward. buckets_undone include
     buckets_withdrawn, which no worker had begun when the verdict came.

@@ -1,8 +1,7 @@
 """Users are told once what a step, or a row of steps, shows.
 
-Warnings wait until the step has ended, since a warning raises where warnings are errors. A row of steps without a
-gradient, skipped, or clipped by the program itself is correct, as in torch, but the user only sees that the loss does
-not fall, or that nothing is hidden.
+Warnings wait until the step has ended, since one raises where warnings are errors. A row of steps without a gradient,
+skipped, or clipped by the program is correct, as in torch, but shows only as a loss that does not fall, or no overlap.
 """
 
 from __future__ import annotations
@@ -21,9 +20,20 @@ class Advice:
 
     def __init__(self) -> None:
         self._messages: list[str] = []
+        self._said_of_held = False
 
     def keep(self, message: str) -> None:
         self._messages.append(message)
+
+    def keep_of_held(self, shard: str | None) -> None:
+        """Warns once where a program holds state of a shard, so that it was not speculated; None: it holds none."""
+        if shard is not None and not self._said_of_held:
+            self._said_of_held = True
+            self.keep(
+                f"the program keeps a tensor of optimizer.state of {shard} and may read or write it at any time, so "
+                "its part of the model is not stepped during backward. The result is right. It is faster to read "
+                "optimizer.state where the values are needed, and to keep copies (clone())"
+            )
 
     def tell(self) -> None:
         """Warns of all that was kept."""

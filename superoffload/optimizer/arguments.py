@@ -1,4 +1,4 @@
-"""Arguments of ``superoffload.AdamW`` are checked here; every message states the expectation and the remedy."""
+"""Arguments of ``superoffload.AdamW`` are checked here, numbers by host/numbers.py; messages state the remedy."""
 
 from __future__ import annotations
 

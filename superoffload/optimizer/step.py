@@ -40,7 +40,6 @@ class Step:
 
     def __post_init__(self) -> None:
         self._idle = IdleSteps(self._advice)
-        self._said_of_held = False
 
     def run(self, scale: LossScale) -> None:
         """Takes stock, decides a verdict, acts on it and delivers, and remembers what the next step compares.
@@ -74,7 +73,7 @@ class Step:
             finally:  # in any case: parameters may have changed, even if other ranks were lost since
                 self._remember()
         self._ranks.conclude(verdict)
-        self._advise_of_held()
+        self._advice.keep_of_held(self._engine.speculator.held)
         if failure is not None:
             raise failure
 
@@ -135,15 +134,6 @@ class Step:
             return None
         verdict = self._engine.decide(unscale=terms.unscale, max_grad_norm=terms.max_grad_norm)
         return verdict._replace(found_inf=True) if found_inf else verdict
-
-    def _advise_of_held(self) -> None:
-        if (held := self._engine.speculator.held) is not None and not self._said_of_held:
-            self._said_of_held = True
-            self._advice.keep(
-                f"the program keeps a tensor of optimizer.state of {held} and may read or write it at any time, so its "
-                "part of the model is not stepped during backward. The result is right. It is faster to read "
-                "optimizer.state where the values are needed, and to keep copies (clone())"
-            )
 
     # ---- after the verdict ------------------------------------------------------------------------------------
 
