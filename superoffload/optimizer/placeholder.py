@@ -6,7 +6,7 @@ in host memory (superoffload/optimizer/accumulation.py), the placeholder keeps a
 
 [Note: who may write a placeholder] Autograd adds to what is in ``p.grad``, in C++, before our hook runs: one addend is
 kept and not added (``takes``), since the hook adds it to the packed gradient. ``zero_`` is only noted. Every other
-write, by whatever thread, goes to the copy that was brought back; ``step()`` finds that it is in use and packs it anew.
+write, by whatever thread, goes to the copy that was brought back; ``step()`` finds it written and packs it anew.
 """
 
 from __future__ import annotations

@@ -44,6 +44,10 @@ def test_what_is_kept_shows_no_speculation_until_it_is_let_go(keep: Callable[[Te
             backward(model, 2)
             engine_has = next(shard for shard in optimizer._engine.shards if shard.numel == param.numel())
             assert torch.equal(engine_has.exp_avg, moment.view(-1)), "before the step"
+            waits = [one for one in optimizer._engine.buckets if one.why_not_speculated]
+            assert {one.why_not_speculated for one in waits} == {f"the program holds state of {engine_has.name}"}
+            have_journals = sum(memory.users for memory in optimizer._engine.layout.journals)
+            assert have_journals == len(optimizer._engine.buckets) - len(waits), "room that others need"
             optimizer.step()
         assert not torch.equal(engine_has.exp_avg, moment.view(-1))
         assert optimizer.stats()["buckets_speculated"] - before < len(optimizer._engine.buckets)
