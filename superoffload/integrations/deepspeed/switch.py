@@ -45,7 +45,7 @@ def enable() -> None:
     config = import_module("deepspeed.runtime.config")
     cpu_adam = import_module("deepspeed.ops.adam.cpu_adam")
     upstream = import_module("deepspeed.runtime.superoffload.superoffload_stage3")
-    stage3 = import_module("superoffload.integrations.deepspeed.stage3")
+    stage3 = import_module("superoffload.integrations.deepspeed.zero.stage3")
     _replace(config.DeepSpeedConfig, "__init__", _reading_our_device(config.DeepSpeedConfig.__init__))
     _replace(cpu_adam, "CPUAdamBuilder", lazy_builder(cpu_adam.CPUAdamBuilder))
     _replace(upstream, "SuperOffloadOptimizer_Stage3", stage3.SpeculativeStage3)

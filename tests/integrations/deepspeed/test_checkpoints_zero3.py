@@ -109,7 +109,7 @@ def test_loading_weights_only(two_ranks: Ranks, tmp_path: Path) -> None:
 def padding(folder: str) -> None:
     """What is stored behind the parameters, where memory that is not written yet holds NaN, is zero: two checkpoints of
     one state are the same, to the bit."""
-    from superoffload.integrations.deepspeed.stage3.optimizer import numel_here
+    from superoffload.integrations.deepspeed.zero.stage3 import numel_here
 
     torch.use_deterministic_algorithms(True, warn_only=True)  # which fills it
     try:

@@ -304,7 +304,7 @@ def test_the_kernel_is_built_for_the_first_who_calls_it() -> None:
 
 
 def test_the_environment_and_arguments_are_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from superoffload.integrations.deepspeed.stage3.optimizer import SpeculativeStage3
+    from superoffload.integrations.deepspeed.zero.stage3 import SpeculativeStage3
 
     adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))])
     with pytest.raises(ArgumentError, match="mpu=SimpleNamespace: model parallelism is not supported"):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from superoffload.errors import ArgumentError
 from superoffload.integrations.deepspeed import driver
-from superoffload.integrations.deepspeed.stage3 import optimizer as stage3
+from superoffload.integrations.deepspeed.zero import parts, stage3
 from tests.support import emulated_kernels
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import FORMS, SCENARIOS, WAYS, Scenario
@@ -57,7 +57,7 @@ def staying(sub_groups: frozenset[int]) -> Iterator[list[ResidentHostLink]]:
     def chosen(devices: dict[int, str]) -> frozenset[int]:
         return sub_groups & frozenset(devices)
 
-    with mock.patch.multiple(stage3, resident_sub_groups=chosen, accelerator_link=link):
+    with mock.patch.object(stage3, "resident_sub_groups", chosen), mock.patch.object(parts, "accelerator_link", link):
         yield made
 
 

@@ -43,7 +43,7 @@ def skip_publish(engine: Any) -> None:
 
 def drop_clip(engine: Any) -> None:
     """This rank steps as if nothing had to be clipped, and reports that it did."""
-    steps: Any = import_module("superoffload.integrations.deepspeed.stage3.steps")
+    steps: Any = import_module("superoffload.integrations.deepspeed.zero.steps")
     clip = steps.clip
 
     def unclipped(norm: Tensor, scale: float, threshold: float) -> tuple[float, float]:

@@ -78,7 +78,7 @@ def _moved(engine: Any) -> list[Tensor]:
     """DeepSpeed's state offload of the published parameters, and back."""
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
-    from superoffload.integrations.deepspeed.stage3.optimizer import numel_here
+    from superoffload.integrations.deepspeed.zero.stage3 import numel_here
 
     engine.optimizer.offload_states(include=[OffloadStateTypeEnum.lp_params], pin_memory=False)
     group = engine.optimizer.dp_process_group

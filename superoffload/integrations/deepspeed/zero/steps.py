@@ -5,7 +5,7 @@ sub-groups by one verdict.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import ArgumentError, RankError, WorkerError
 from superoffload.integrations.deepspeed.driver import PartitionDriver, Window
-from superoffload.integrations.deepspeed.stage3.gradients import Failures, Ranks
-from superoffload.integrations.deepspeed.stage3.inner_optimizer import InnerOptimizer
-from superoffload.integrations.deepspeed.stage3.stock import StockStage3, trained
+from superoffload.integrations.deepspeed.zero.gradients import Failures, Ranks
+from superoffload.integrations.deepspeed.zero.inner_optimizer import InnerOptimizer
+from superoffload.integrations.deepspeed.zero.stock import Layout, Stock, trained
 
 # ---- norm, clip and loss scale --------------------------------------------------------------------------------------
 # The norm is made from our sums, or as stock does ("match_stock").
@@ -40,6 +40,9 @@ class Formulas(Protocol):
     def scale(self, before: float) -> float:
         """Returns the loss scale, after DeepSpeed has chosen the next one. ``before``: that of the window."""
 
+    def scale_of_norm(self, before: float) -> float:
+        """Returns the one that divides the norm that is reported."""
+
 
 class OurFormulas:
     """Takes the norm from fp64 sums, and the scale of the window."""
@@ -50,28 +53,27 @@ class OurFormulas:
     def scale(self, before: float) -> float:
         return before
 
+    def scale_of_norm(self, before: float) -> float:
+        return before
+
 
 @dataclass(eq=False, repr=False)
 class StockFormulas:
     """Takes DeepSpeed's norm (per parameter, per sub-group, in fp32) and the scale of the next step."""
 
-    _stock: StockStage3
+    _stock: Stock
+    _layout: Layout
     _driver: PartitionDriver
-    _norm_of: Callable[[Tensor], Any]  # of one gradient partition
-    _norms_of_groups: Callable[[], Sequence[Any]]  # of all ranks, from its results
 
     def norm(self, window: Window, total: float) -> Tensor:
         stock = self._stock
-        if stock.dtype == torch.float16:
-            stock.inf_or_nan_tracker.fill_(not math.isfinite(window.sum_of_squares))
-            stock.check_overflow()
-            if stock.overflow:
-                return torch.tensor(math.inf, device="cpu")
-        for param in trained(stock):
-            partition = self._driver.partitions[param.ds_id]
+        if stock.dtype == torch.float16 and self._layout.overflowed(not math.isfinite(window.sum_of_squares)):
+            return torch.tensor(math.inf, device="cpu")
+        for param in trained(self._layout):
+            partition = self._driver.partitions[self._layout.key(param)]
             if partition.arrivals and partition.shard.numel:
-                stock.norm_for_param_grads[stock.get_param_id(param)] = self._norm_of(partition.gradient)
-        norms = torch.stack([_as_tensor(norm) for norm in self._norms_of_groups()])
+                stock.norm_for_param_grads[stock.get_param_id(param)] = self._layout.norm_of(partition.gradient)
+        norms = torch.stack([_as_tensor(norm) for norm in self._layout.norms_of_groups()])
         if bool((~torch.isfinite(norms) | (norms < 0)).any()):
             return torch.tensor(math.inf, device="cpu")
         combined: Tensor = torch.linalg.vector_norm(norms)
@@ -79,6 +81,9 @@ class StockFormulas:
 
     def scale(self, before: float) -> float:
         return float(self._stock.loss_scale)
+
+    def scale_of_norm(self, before: float) -> float:
+        return before if self._layout.keeps_norm_scale else self.scale(before)
 
 
 def _as_tensor(norm: Any) -> Tensor:
@@ -99,7 +104,7 @@ def _fold(sums: Sequence[float]) -> float:
 class WindowEnd:
     """Closes a window on all ranks, or abandons it on all of them."""
 
-    _stock: StockStage3
+    _layout: Layout
     _driver: PartitionDriver
     _ranks: Ranks
     _failures: Failures
@@ -110,7 +115,7 @@ class WindowEnd:
 
     def close(self) -> tuple[Window, Tensor]:
         """Returns this rank's window, and the norm of the scaled gradients over all ranks."""
-        frozen = {param.ds_id for param in trained(self._stock) if not param.requires_grad}
+        frozen = {self._layout.key(param) for param in trained(self._layout) if not param.requires_grad}
         self._ranks.begin()
         window = Window({})
         with self._failures.kept():
@@ -148,7 +153,7 @@ class WindowEnd:
 class Steps:
     """Makes DeepSpeed's norm, clip and loss scale a verdict and has the engine act on it."""
 
-    _stock: StockStage3
+    _stock: Stock
     _driver: PartitionDriver
     _inner: InnerOptimizer
     _ranks: Ranks

@@ -23,8 +23,8 @@ from superoffload.host.bits import all_finite
 from superoffload.host.signals import held_signals
 from superoffload.integrations.deepspeed.config import hyper_of
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver
-from superoffload.integrations.deepspeed.stage3.gradients import Gradients, Ranks
-from superoffload.integrations.deepspeed.stage3.stock import StockStage3
+from superoffload.integrations.deepspeed.zero.gradients import Gradients, Ranks
+from superoffload.integrations.deepspeed.zero.stock import Layout, Place, Stock
 
 # ---- masters and moments of a sub-group, shown flat, as DeepSpeed lays them out -------------------------------------
 
@@ -59,23 +59,6 @@ class StateOfCopies(UserDict[str, Tensor]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (list(self.items()),)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Says where a partition is in the flat buffers of its sub-group: ``size`` elements with the padding behind it."""
-
-    offset: int
-    size: int
-    numel: int
-
-    @property
-    def elements(self) -> slice:
-        return slice(self.offset, self.offset + self.numel)
-
-    @property
-    def padding(self) -> slice:
-        return slice(self.offset + self.numel, self.offset + self.size)
 
 
 class SubGroupState:
@@ -232,15 +215,16 @@ def overwrite(shard: Shard, name: str, values: Tensor) -> None:
 class InnerOptimizer:
     """Shows step counts and moments where DeepSpeed looks for them: in the state of torch's optimizer."""
 
-    def __init__(self, stock: StockStage3, states: Sequence[SubGroupState]) -> None:
+    def __init__(self, stock: Stock, layout: Layout, states: Sequence[SubGroupState]) -> None:
         """Takes ``states``, one per sub-group."""
         self._stock = stock
+        self._layout = layout
         self._states = states
         self._show([0] * len(states))
 
     def _entries(self) -> Iterator[tuple[Tensor, SubGroupState]]:
         """Yields the keys of torch's state, and what they stand for."""
-        return zip(self._stock.fp32_partitioned_groups_flat, self._states, strict=True)
+        return zip(self._layout.masters, self._states, strict=True)
 
     def _show(self, steps: Sequence[int]) -> None:
         for (flat, state), done in zip(self._entries(), steps, strict=True):
@@ -271,7 +255,7 @@ class InnerOptimizer:
 
     def show_steps(self, steps: Sequence[int]) -> None:
         """Writes ``steps``, one number per sub-group, into the state."""
-        for flat, done in zip(self._stock.fp32_partitioned_groups_flat, steps, strict=True):
+        for flat, done in zip(self._layout.masters, steps, strict=True):
             self._stock.optimizer.state[flat]["step"] = self._step_value(done)
 
     def stepped(self) -> None:
@@ -334,6 +318,7 @@ def _take(state: SubGroupState, entry: Mapping[str, Any], placeholders: Mapping[
 class SavedState:
     """Shows readers the state of the last finished step, and takes what they load."""
 
+    _layout: Layout
     _driver: PartitionDriver
     _inner: InnerOptimizer
     _states: Sequence[SubGroupState]
@@ -357,8 +342,9 @@ class SavedState:
 
     def write_whole(self, param: Any, moment: str | None, value: Tensor) -> None:
         """Overwrites a moment (None: the master) by this rank's part of a tensor that has the parameter's elements."""
-        if value.numel() != param.ds_numel:
-            raise ArgumentError(f"value: {value.numel()} elements, expected the {param.ds_numel} of the parameter")
+        whole = self._layout.numel(param)
+        if value.numel() != whole:
+            raise ArgumentError(f"value: {value.numel()} elements, expected the {whole} of the parameter")
         name, shard = _name(moment), self._settled(param).shard
         _overwrite(shard, name, value.flatten()[shard.offset : shard.offset + shard.numel])
 
@@ -373,8 +359,9 @@ class SavedState:
         """Brings one parameter's master and moments to the last finished step, so that they may be written."""
         self._gradients.wait()
         self._ranks.look()
-        self._driver.settle(param.ds_id)
-        return self._driver.partitions[param.ds_id]
+        key = self._layout.key(param)
+        self._driver.settle(key)
+        return self._driver.partitions[key]
 
     # ---- all of it ------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from superoffload.distributed.session import RankSession
 from superoffload.errors import WorkerError
 from superoffload.host.signals import held_signals
 from superoffload.integrations.deepspeed.driver import Partition, PartitionDriver, Window
-from superoffload.integrations.deepspeed.stage3.stock import StockStage3
+from superoffload.integrations.deepspeed.zero.stock import Layout, Stock
 
 # ---- ranks compare settings and failures before a step, a part of the published parameters after it -----------------
 
@@ -124,7 +124,7 @@ Arrivals = list[tuple[Partition, int]]  # with the number of gradients so far
 class HandOver:
     """Gives gradients in host memory to speculation."""
 
-    def __init__(self, stock: StockStage3, driver: PartitionDriver) -> None:
+    def __init__(self, stock: Stock, driver: PartitionDriver) -> None:
         self._stock = stock
         self._driver = driver
 
@@ -169,10 +169,9 @@ class EndedCopies:
 
 
 class RunningCopies:
-    """Follows copies by events: on an accelerator they run in the order of DeepSpeed's reduce stream."""
+    """Follows copies by events: on an accelerator they run in the order of the stream that reduces."""
 
-    def __init__(self, stock: StockStage3, hand_over: HandOver) -> None:
-        self._stock = stock
+    def __init__(self, hand_over: HandOver) -> None:
         self._hand_over = hand_over
         self._arriving: deque[tuple[Any, Arrivals]] = deque()
 
@@ -188,32 +187,34 @@ class RunningCopies:
             self._hand_over(self._arriving.popleft()[1])
 
     def wait(self) -> None:
-        self._stock.reduce_and_partition_stream.synchronize()
         while self._arriving:
-            self._hand_over(self._arriving.popleft()[1])
+            event, arrivals = self._arriving.popleft()
+            event.synchronize()
+            self._hand_over(arrivals)
 
     def forget(self) -> None:
         self._arriving.clear()
 
 
-def copies_of(stock: StockStage3, driver: PartitionDriver) -> Copies:
+def copies_of(stock: Stock, driver: PartitionDriver) -> Copies:
     """Chooses by the device that reduces gradients."""
     hand_over = HandOver(stock, driver)
-    return EndedCopies(hand_over) if get_accelerator().is_synchronized_device() else RunningCopies(stock, hand_over)
+    return EndedCopies(hand_over) if get_accelerator().is_synchronized_device() else RunningCopies(hand_over)
 
 
 @dataclass(eq=False, repr=False)
 class Gradients:
     """Follows a window's gradients."""
 
-    _stock: StockStage3
+    _stock: Stock
+    _layout: Layout
     _driver: PartitionDriver
     _copies: Copies
     _ranks: Ranks
     _failures: Failures
     _boundary_is_told: bool  # DeepSpeed knows which backward is the window's last
 
-    def take(self, params: list[Any], reduced: list[Tensor]) -> list[Tensor]:
+    def take(self, params: Sequence[Any], reduced: Sequence[Tensor]) -> list[Tensor]:
         """Takes reduced gradient partitions, on DeepSpeed's reduce stream; returns their places in the flat buffer."""
         driver, taken = self._driver, []
         with held_signals():
@@ -221,10 +222,9 @@ class Gradients:
                 self._ranks.look()
             for param, incoming in zip(params, reduced, strict=True):
                 with self._failures.kept():
-                    driver.retract(driver.partitions[param.ds_id])
-                taken.append(driver.take(param.ds_id, incoming))
-                self._copies.hold(param.grad)
-                param.grad = None
+                    driver.retract(driver.partitions[self._layout.key(param)])
+                taken.append(driver.take(self._layout.key(param), incoming))
+                self._copies.hold(self._layout.take_gradient(param))
             self._copies.follow([partition for partition in taken if self._is_last(partition)])
         return [partition.gradient for partition in taken]
 
@@ -252,7 +252,7 @@ class Gradients:
     def partition_of(self, param: Any, *, write: bool) -> Tensor:
         """Returns the accumulated gradient's partition, padding included, as DeepSpeed's readers expect it."""
         self.wait()
-        partition = self._driver.partitions[param.ds_id]
+        partition = self._driver.partitions[self._layout.key(param)]
         if write:
             self._driver.retract(partition)
             partition.written_from_outside()
@@ -262,12 +262,12 @@ class Gradients:
         """Copies the gradients, by sub-group and place in it."""
         return {
             sub_group: {i: self.partition_of(param, write=False).float() for i, param in enumerate(params)}
-            for sub_group, params in enumerate(self._stock.fp16_groups)
+            for sub_group, params in enumerate(self._layout.groups)
         }
 
     def for_state_api(self, param: Any, *, only_read: bool) -> tuple[Tensor, int]:
         """Returns one parameter's gradient and its sub-group, as DeepSpeed's functions that get and set it expect."""
-        sub_group = self._stock.grad_position[self._stock.get_param_id(param)][0]
+        sub_group = self._driver.partitions[self._layout.key(param)].sub_group
         if only_read:
             return self.partition_of(param, write=False).float().clone(), sub_group
         return self.partition_of(param, write=True), sub_group
