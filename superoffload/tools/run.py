@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from superoffload.errors import ArgumentError
+from superoffload.host.environment import TAKE_OVER
 
 _INJECT = Path(__file__).resolve().parents[1] / "integrations" / "deepspeed" / "inject"
 
@@ -29,6 +30,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  superoffload run -- accelerate launch train.py",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help='also run DeepSpeed configs with its own "device": "cpu" with superoffload',
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="what to run")
     return parser
 
@@ -41,15 +47,15 @@ def run(args: argparse.Namespace) -> int:
         print(
             "superoffload: warning: this Python has no deepspeed; run changes DeepSpeed programs only", file=sys.stderr
         )
-    replace_process(command)
+    replace_process(command, take_over=args.take_over)
 
 
-def replace_process(command: list[str]) -> NoReturn:
+def replace_process(command: list[str], *, take_over: bool = False) -> NoReturn:
     """Becomes the command, so that signals and the exit status are its own."""
     if shutil.which(command[0]) is None:
         raise ArgumentError(f"run: {command[0]}: not found or not executable; expected a program on PATH or its path")
     try:
-        os.execvpe(command[0], command, environment(os.environ))
+        os.execvpe(command[0], command, environment(os.environ, take_over=take_over))
     except (OSError, ValueError) as error:  # no #! line, for another processor, interpreter missing, arguments too long
         why = getattr(error, "strerror", None) or str(error)
         raise ArgumentError(
@@ -58,7 +64,8 @@ def replace_process(command: list[str]) -> NoReturn:
         ) from error
 
 
-def environment(inherited: Mapping[str, str]) -> dict[str, str]:
+def environment(inherited: Mapping[str, str], *, take_over: bool = False) -> dict[str, str]:
     """Puts our ``sitecustomize`` first in PYTHONPATH; it finds superoffload, and nothing else beside it."""
     path = filter(None, (str(_INJECT), inherited.get("PYTHONPATH")))
-    return {**inherited, "PYTHONPATH": os.pathsep.join(path)}
+    asked = {TAKE_OVER: "1"} if take_over else {}
+    return {**inherited, **asked, "PYTHONPATH": os.pathsep.join(path)}

@@ -26,6 +26,7 @@ OPTIMIZERS = ("adam", "adamw")
 STATE_DTYPES = ("fp32", "bf16", "8bit")
 MASTER_DTYPES = ("fp32", "split")
 LEANER_MASTERS = 'masters have fp32 values here; for less memory set "superoffload": {"master_dtype": "split"}'
+ELASTIC = "DeepSpeed cannot load such checkpoints with Adam in host memory; use universal checkpoints"
 LEANER_MOMENTS = 'set "superoffload": {"state_dtype": "bf16"} instead'
 
 
@@ -107,9 +108,11 @@ def _parse(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def selects_us(config: Mapping[str, Any]) -> bool:
-    """Tells whether ``offload_optimizer`` asks for this backend."""
+def selects_us(config: Mapping[str, Any], *, take_over: bool = False) -> bool:
+    """Tells whether ``offload_optimizer`` asks for this backend. ``take_over``: so does DeepSpeed's own offload."""
     offload = _section(config, "zero_optimization", "offload_optimizer")
+    if take_over and (offload.get("device") == "cpu" or _section(config, "zero_optimization").get("cpu_offload")):
+        return True
     return offload.get("device") == DEVICE or bool(offload.get("super_offload"))
 
 
@@ -120,19 +123,20 @@ def _section(config: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
     return config
 
 
-def rewrite(config: dict[str, Any]) -> dict[str, Any]:
+def rewrite(config: dict[str, Any], *, take_over: bool = False) -> dict[str, Any]:
     """Returns a copy that DeepSpeed accepts and that selects its SuperOffload class, replaced by ``enable()``."""
-    if not selects_us(config):
+    if not selects_us(config, take_over=take_over):
         if OPTIONS_KEY in config:
             raise ArgumentError(
                 f'"{OPTIONS_KEY}": options given, but nothing selects superoffload; expected '
-                f'"zero_optimization": {{"stage": 3, "offload_optimizer": {{"device": "{DEVICE}"}}}}'
+                f'"zero_optimization": {{"stage": 2, "offload_optimizer": {{"device": "{DEVICE}"}}}}, stage 1, 2 or 3'
             )
         return config
     check(config)
     result = copy.copy(config)
     result["zero_optimization"] = dict(config["zero_optimization"])
-    offload = dict(config["zero_optimization"]["offload_optimizer"])
+    result["zero_optimization"].pop("cpu_offload", None)  # an old name of "offload_optimizer"
+    offload = dict(_section(config, "zero_optimization", "offload_optimizer"))
     offload["device"], offload["super_offload"] = "cpu", True
     result["zero_optimization"]["offload_optimizer"] = offload
     # torch.optim.AdamW is as good as DeepSpeedCPUAdam: neither one's step() is called.
@@ -145,7 +149,7 @@ _REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("zero_optimization", "zero_quantized_weights"), "quantized weights are not supported; remove the key"),
     (("zero_optimization", "zero_quantized_gradients"), "quantized gradients are not supported; remove the key"),
     (("zero_optimization", "zero_quantized_nontrainable_weights"), "quantized weights are not supported; remove it"),
-    (("zero_optimization", "elastic_checkpoint"), "DeepSpeed itself refuses it for stage 3; use universal checkpoints"),
+    (("zero_optimization", "elastic_checkpoint"), ELASTIC),
     (("compile", "deepcompile"), "DeepCompile rewrites the gradient reduction; engine.compile() without it works"),
     (("hybrid_engine", "enabled"), "the hybrid engine is not supported; remove it"),
     (("bf16", "bf16_master_weights_and_grads"), LEANER_MASTERS),
@@ -160,10 +164,10 @@ def check(config: Mapping[str, Any]) -> None:
     read_options(config)
     zero = _section(config, "zero_optimization")
     stage = zero.get("stage", 0)
-    if stage != 3:
+    if stage not in (1, 2, 3):
         raise ArgumentError(
-            f'"zero_optimization": stage={stage!r} with offload_optimizer on superoffload: expected 3; set "stage": 3, '
-            'or use "device": "cpu" without "super_offload" for the other stages'
+            f'"zero_optimization": stage={stage!r} with offload_optimizer on superoffload: expected 1, 2 or 3; set '
+            '"stage": 2, or remove "offload_optimizer"'
         )
     for name in ("offload_optimizer", "offload_param"):
         part = _section(zero, name)
@@ -246,7 +250,7 @@ _OFF: dict[str, Any] = {"zero_hpz_partition_size": 1}  # means off, like None an
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Checks the keyword arguments of DeepSpeed's ZeRO-3 optimizer."""
+    """Checks the keyword arguments of DeepSpeed's ZeRO optimizers."""
     refused = {
         "zenflow_config": "ZenFlow is another optimizer schedule; remove it",
         "all2all_process_group": "quantized gradients are not supported; remove zero_quantized_gradients",
@@ -256,7 +260,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         "fp16_master_weights_and_gradients": "master weights are fp32; remove the key",
         "bf16_master_weights_and_gradients": LEANER_MASTERS,
         "bf16_optimizer_states": LEANER_MOMENTS,
-        "elastic_checkpoint": "DeepSpeed itself refuses it for stage 3; use universal checkpoints",
+        "elastic_checkpoint": ELASTIC,
     }
     for name, advice in refused.items():
         value = arguments.get(name)

@@ -16,6 +16,7 @@ from superoffload.errors import ArgumentError, StateError
 OLDEST, NEWEST = (0, 18, 0), (0, 19, 8)
 
 _replaced: list[tuple[Any, str, Any]] = []
+_take_over = False  # also configs with DeepSpeed's own "device": "cpu"
 
 
 def is_enabled() -> bool:
@@ -23,11 +24,16 @@ def is_enabled() -> bool:
     return bool(_replaced)
 
 
-def enable() -> None:
+def enable(*, take_over: bool = False) -> None:
     """Makes ``"device": "superoffload"`` and ``"super_offload": true`` select our backend in this process.
 
-    Call it before ``deepspeed.zero.Init`` and ``deepspeed.initialize``. Calling it again changes nothing.
+    With ``take_over`` DeepSpeed's own ``"device": "cpu"`` selects it too, so that a config stays as it is. Call it
+    before ``deepspeed.zero.Init`` and ``deepspeed.initialize``. Calling it again can only add ``take_over``.
     """
+    global _take_over
+    if not isinstance(take_over, bool):
+        raise ArgumentError(f"enable(): take_over={take_over!r}: expected True or False")
+    _take_over = _take_over or take_over
     if _replaced:
         return
     try:
@@ -43,18 +49,23 @@ def enable() -> None:
     _refuse_engines()
 
     config = import_module("deepspeed.runtime.config")
+    engine = import_module("deepspeed.runtime.engine")
     cpu_adam = import_module("deepspeed.ops.adam.cpu_adam")
     upstream = import_module("deepspeed.runtime.superoffload.superoffload_stage3")
     stage3 = import_module("superoffload.integrations.deepspeed.zero.stage3")
     _replace(config.DeepSpeedConfig, "__init__", _reading_our_device(config.DeepSpeedConfig.__init__))
     _replace(cpu_adam, "CPUAdamBuilder", lazy_builder(cpu_adam.CPUAdamBuilder))
     _replace(upstream, "SuperOffloadOptimizer_Stage3", stage3.SpeculativeStage3)
+    configure = engine.DeepSpeedEngine._configure_zero_optimizer
+    _replace(engine.DeepSpeedEngine, "_configure_zero_optimizer", _choosing_our_class(configure, engine))
     for owner, name, replacement in replaced_clips():
         _replace(owner, name, replacement)
 
 
 def disable() -> None:
     """Restores everything that ``enable()`` replaced. Existing engines keep their backend."""
+    global _take_over
+    _take_over = False
     while _replaced:
         owner, name, original = _replaced.pop()
         setattr(owner, name, original)
@@ -105,11 +116,30 @@ def _reading_our_device(original: Callable[..., None]) -> Callable[..., None]:
     def construct(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         found = load(config)
         if found is not None:
-            rewritten = rewrite(found)
+            rewritten = rewrite(found, take_over=_take_over)
             config = config if rewritten is found else rewritten
         original(self, config, *args, **kwargs)
 
     return construct
+
+
+def _choosing_our_class(original: Callable[..., Any], module: Any) -> Callable[..., Any]:
+    """Wraps the method that makes DeepSpeed's ZeRO optimizers. For stages 1 and 2 it has no class for SuperOffload, and
+    gives no config to the one that it makes."""
+
+    @functools.wraps(original)
+    def configure(self: Any, optimizer: Any) -> Any:
+        if not (self.super_offload() and self.zero_optimization_stage() < 3):
+            return original(self, optimizer)
+        ours = import_module("superoffload.integrations.deepspeed.zero.stage1_and_2").SpeculativeStage1And2
+        stock = module.DeepSpeedZeroOptimizer
+        module.DeepSpeedZeroOptimizer = functools.partial(ours, ds_config=self.config)
+        try:
+            return original(self, optimizer)
+        finally:
+            module.DeepSpeedZeroOptimizer = stock
+
+    return configure
 
 
 # ---- DeepSpeedCPUAdam compiles its kernel at its first call, and our engine never calls it ---------------------------
@@ -161,7 +191,7 @@ class _LazyKernel:
         return getattr(self._kernel, name)
 
 
-# ---- manual clipping is refused: under ZeRO-3 gradients are not in p.grad, so it would clip nothing -----------------
+# ---- manual clipping is refused: under ZeRO gradients are not in p.grad, so it would clip nothing -------------------
 
 _MARK = "superoffload_steps_it"  # marks parameters whose gradients our backend takes away during backward
 
@@ -186,7 +216,7 @@ def _refusing(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if any(hasattr(param, _MARK) and param.grad is None for param in params):
             raise StateError(
-                f"{name}: under DeepSpeed ZeRO-3 gradients are not in p.grad, so this would clip nothing; set "
+                f"{name}: under DeepSpeed ZeRO gradients are not in p.grad, so this would clip nothing; set "
                 '"gradient_clipping" in the DeepSpeed JSON (Accelerate: accelerator.clip_grad_norm_)'
             )
         return original(params, *args, **kwargs)

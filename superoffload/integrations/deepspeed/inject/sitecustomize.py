@@ -35,7 +35,7 @@ class _Enabling(importlib.abc.Loader):
         self._loader.exec_module(module)
         from superoffload.integrations.deepspeed import enable
 
-        enable()
+        enable(take_over=bool(os.environ.get("SUPEROFFLOAD_TAKE_OVER")))
 
     def __getattr__(self, name: str) -> Any:  # get_source, resources and the like
         return getattr(self._loader, name)
