@@ -220,6 +220,18 @@ class SpeculativeStage1And2(Speculative, deepspeed.DeepSpeedZeroOptimizer):
         if not self.is_param_in_current_partition[self.get_param_id(param)]:
             self.parts.driver.partitions[self.get_param_id(param)].arrivals += 1
 
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """Ends stage 1's window; with ``overlap_comm`` stock forgets what only earlier micro-batches have used."""
+        if self.overlap_comm:
+            pending = {param_id for bucket in self.ipg_buckets.values() for _, _, param_id in bucket.params}
+            for i, params in enumerate(self.bit16_groups):
+                for param in params:
+                    param_id = self.get_param_id(param)
+                    is_reduced = self.params_already_reduced[param_id] or param_id in pending
+                    if not is_reduced and self.get_gradient_for_reduction(param) is not None:
+                        self.reduce_ready_partitions_and_remove_grads(param, i)
+        super().reduce_gradients(pipeline_parallel)
+
     def _finalize_cpu_offload_gradient_accumulation(self) -> None:
         """Ends an unmanaged window: the start of ``step()`` hands the remaining gradients to speculation."""
 
@@ -325,7 +337,7 @@ class SpeculativeStage1And2(Speculative, deepspeed.DeepSpeedZeroOptimizer):
         self.zero_grad()
         self.synchronize()
         with self.parts.saved_state.loading():
-            super()._link_all_hp_params()  # universal checkpoints are read into views of the flat state
+            self._link_all_hp_params()  # universal checkpoints are read into views of the flat state
             super().load_state_dict(*args, **kwargs)
         self._drop_fragments()
         self._exchange_parts()

@@ -25,6 +25,9 @@ SCENARIOS = {
     "bf16": Scenario({"clip": CLIP_SOME, "zero": {"sub_group_size": 2000}}),
     "groups": Scenario({"clip": CLIP_SOME}, groups=True),
     "fp16": Scenario({"precision": "fp16", "clip": CLIP_SOME}),
+    "stage 1": Scenario({"clip": CLIP_SOME, "zero": {"stage": 1}}),
+    "stage 2": Scenario({"clip": CLIP_SOME, "zero": {"stage": 2}}),
+    "stage 2, groups": Scenario({"clip": CLIP_SOME, "zero": {"stage": 2, "round_robin_gradients": True}}, groups=True),
 }
 
 
@@ -38,10 +41,13 @@ def outcome(engine: Any, record: dict[str, Any]) -> Any:
     not the state of the checkpoint that was loaded."""
     found = {name: value.cpu() for name, value in masters(engine).items()}
     digests = None
-    if type(engine.optimizer).__name__ == "SpeculativeStage3":
+    if type(engine.optimizer).__name__.startswith("Speculative"):
         state = engine.optimizer.state_dict()
-        entries = state["optimizer_state_dict"]["state"].values()
-        held = [*state["fp32_flat_groups"], *(entry[name] for entry in entries for name in ("exp_avg", "exp_avg_sq"))]
+        inner, saved_masters = ("optimizer_state_dict", "fp32_flat_groups")
+        if inner not in state:  # of stages 1 and 2
+            inner, saved_masters = ("base_optimizer_state", "single_partition_of_fp32_groups")
+        entries = state[inner]["state"].values()
+        held = [*state[saved_masters], *(entry[name] for entry in entries for name in ("exp_avg", "exp_avg_sq"))]
         parts = [tensor.detach().float().numpy().tobytes() for tensor in held]
         digests = (engine.optimizer.state_digests(), hashlib.sha256(b"".join(parts)).hexdigest())
     end(engine)
@@ -75,6 +81,10 @@ def straight_and_resumed(
         ("groups", "ours", "bf16", 4),
         ("groups", "ours, later", "8bit", 4),
         ("bf16", "ours", "8bit+split", 0),
+        ("stage 1", "ours, later", "split", 4),
+        ("stage 2", "ours", "fp32", 4),
+        ("stage 2", "ours", "8bit+split", 0),
+        ("stage 2, groups", "ours, later", "bf16", 4),
     ],
 )
 def test_resume_is_bit_exact(scenario: str, way: str, form: str, saved: int, two_ranks: Ranks, tmp_path: Path) -> None:
@@ -85,12 +95,15 @@ def test_resume_is_bit_exact(scenario: str, way: str, form: str, saved: int, two
         assert again == record
 
 
+@pytest.mark.parametrize("scenario", ["bf16", "stage 1", "stage 2"])
 @pytest.mark.parametrize(
     ("first", "then", "saved"), [("stock", "match", 4), ("match", "stock", 4), ("stock", "match", 0)]
 )
-def test_stock_and_ours_read_each_others(first: str, then: str, saved: int, two_ranks: Ranks, tmp_path: Path) -> None:
+def test_stock_and_ours_read_each_others(
+    scenario: str, first: str, then: str, saved: int, two_ranks: Ranks, tmp_path: Path
+) -> None:
     for (expected, _, record), (found, _, again) in two_ranks.run(
-        straight_and_resumed, "bf16", first, then, str(tmp_path), saved
+        straight_and_resumed, scenario, first, then, str(tmp_path), saved
     ):
         assert distance(expected, found) < 8 * 10 * 2.0**-24
         assert again["norms"] == record["norms"]
@@ -139,8 +152,8 @@ def state_of(engine: Any) -> State:
     return {name: (master, *moments[name]) for name, master in masters(engine).items()}
 
 
-def save_for_tools(folder: str, form: str) -> State:
-    bf16 = SCENARIOS["bf16"].config
+def save_for_tools(name: str, folder: str, form: str) -> State:
+    bf16 = SCENARIOS[name].config
     zero = {**bf16["zero"], "stage3_gather_16bit_weights_on_model_save": True}
     scenario = Scenario({**bf16, "zero": zero})
     engine = make_engine(scenario, "ours, later", form)
@@ -152,8 +165,8 @@ def save_for_tools(folder: str, form: str) -> State:
     return found
 
 
-def load_universal(folder: str, form: str) -> tuple[State, list[int]]:
-    scenario = Scenario({**SCENARIOS["bf16"].config, "checkpoint": {"load_universal": True}})
+def load_universal(name: str, folder: str, form: str) -> tuple[State, list[int]]:
+    scenario = Scenario({**SCENARIOS[name].config, "checkpoint": {"load_universal": True}})
     engine = make_engine(scenario, "ours", form)
     scenario.train(engine, range(50, 52))
     engine.load_checkpoint(folder, tag="universal")
@@ -169,12 +182,13 @@ def make_universal(folder: Path) -> None:
 
     folders = {"input_folder": str(folder / "saved"), "output_folder": str(folder / "universal")}
     workers = {"num_extract_workers": 1, "num_merge_workers": 1}
-    others = {"keep_temp_folder": False, "strict": True, "inject_missing_state": False}
+    others = {"keep_temp_folder": False, "strict": True, "inject_missing_state": True}
     with mock.patch.object(sys, "argv", sys.argv):  # the tool changes it
         ds_to_universal.main(argparse.Namespace(**folders, **workers, **others))
 
 
-def test_deepspeeds_tools(two_ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["bf16", "stage 2"])
+def test_deepspeeds_tools(name: str, two_ranks: Ranks, tmp_path: Path) -> None:
     """Weights in 16 bit and in fp32, and universal checkpoints, which another number of ranks loads."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -182,19 +196,19 @@ def test_deepspeeds_tools(two_ranks: Ranks, tmp_path: Path) -> None:
     try:
         for form in ("fp32", "8bit+split"):
             folder = tmp_path / form[:4]  # DeepSpeed's tool cannot parse a path with "+"
-            expected = two_ranks.run(save_for_tools, str(folder), form)[0]
+            expected = two_ranks.run(save_for_tools, name, str(folder), form)[0]
             halves = torch.load(folder / "weights.bin")
             consolidated = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="saved")
             make_universal(folder)
-            found, steps = one_rank.run(load_universal, str(folder), form)[0]
+            found, steps = one_rank.run(load_universal, name, str(folder), form)[0]
             assert set(consolidated) == set(expected)
             assert set(steps) == {4}
-            for name, (master, *moments) in expected.items():
-                assert torch.equal(consolidated[name].float(), master)
-                assert form != "fp32" or torch.equal(halves[name], master.bfloat16())  # ties: away from zero if split
-                assert torch.equal(found[name][0], master)
+            for param, (master, *moments) in expected.items():
+                assert torch.equal(consolidated[param].float(), master)
+                assert form != "fp32" or torch.equal(halves[param], master.bfloat16())  # ties: away from zero if split
+                assert torch.equal(found[param][0], master)
                 if form == "fp32":  # others are rounded anew, in blocks of another partition
-                    assert all(torch.equal(a, b) for a, b in zip(found[name][1:], moments, strict=True))
+                    assert all(torch.equal(a, b) for a, b in zip(found[param][1:], moments, strict=True))
     finally:
         one_rank.close()
 
@@ -206,33 +220,44 @@ Partitions = dict[str, list[Tensor]]
 lean = pytest.mark.in_turn("lean checkpoints zero3")
 
 
-def engine_of(form: str) -> Any:
-    return make_engine(SCENARIOS["bf16"], *(("stock",) if form == "stock" else ("ours", form)))
+def engine_of(form: str, name: str = "bf16") -> Any:
+    return make_engine(SCENARIOS[name], *(("stock",) if form == "stock" else ("ours", form)))
+
+
+def here(param: Any, whole: Tensor) -> Tensor:
+    """This rank's part."""
+    if hasattr(param, "ds_id"):  # of ZeRO-3
+        size = param.ds_tensor.numel()
+        return whole.flatten()[torch.distributed.get_rank() * size :][:size].clone()
+    if param._hp_mapping is None:
+        return whole.flatten()[:0]
+    part = param._hp_mapping.lp_fragment_address
+    return whole.flatten()[part.start : part.start + part.numel].clone()
 
 
 def partitions(engine: Any) -> Partitions:
     """This rank's partitions of moments, and the masters, as DeepSpeed's own helpers read them."""
-    from deepspeed.utils import safe_get_local_optimizer_state
+    from deepspeed.utils import safe_get_full_optimizer_state
 
     params = list(engine.module.parameters())
-    rank = torch.distributed.get_rank()
     found: Partitions = {"master": list(masters(engine).values())}
     for name in MOMENTS:
-        parts = [safe_get_local_optimizer_state(param, name) for param in params]
-        sizes = [min(max(0, p.ds_numel - rank * len(part)), len(part)) for p, part in zip(params, parts, strict=True)]
-        found[name] = [part[:numel].float().clone() for part, numel in zip(parts, sizes, strict=True)]
+        found[name] = [here(param, safe_get_full_optimizer_state(param, name).float()) for param in params]
     return found
 
 
-def saved_and_loaded(folder: str, first: str, then: str) -> tuple[Partitions, Partitions]:
-    engine = engine_of(first)
+def saved_and_loaded(name: str, folder: str, first: str, then: str) -> tuple[Partitions, Partitions]:
+    engine = engine_of(first, name)
     SCENARIOS["bf16"].train(engine, range(3))
     engine.save_checkpoint(folder, tag="saved")
     saved = partitions(engine)
     end(engine)
-    engine = engine_of(then)
+    engine = engine_of(then, "stage 2" if name == "stage 1" else name)
     SCENARIOS["bf16"].train(engine, range(50, 52))
     engine.load_checkpoint(folder, tag="saved")
+    if then == "stock" and name != "bf16":  # DeepSpeed's own readers of stages 1 and 2 fail between a load and a step
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     loaded = partitions(engine)
     end(engine)
     return saved, loaded
@@ -247,9 +272,10 @@ def as_stored(value: Tensor, name: str, form: str) -> Tensor:
 
 
 @lean
+@pytest.mark.parametrize("scenario", ["bf16", "stage 1"])  # of stage 1 into stage 2
 @pytest.mark.parametrize(("first", "then"), [("stock", "8bit+split"), ("8bit+split", "stock"), ("split", "bf16")])
-def test_forms_load_each_other(first: str, then: str, two_ranks: Ranks, tmp_path: Path) -> None:
-    for theirs, ours in two_ranks.run(saved_and_loaded, str(tmp_path), first, then):
+def test_forms_load_each_other(scenario: str, first: str, then: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    for theirs, ours in two_ranks.run(saved_and_loaded, scenario, str(tmp_path), first, then):
         assert all(torch.equal(a, b) for a, b in zip(theirs["master"], ours["master"], strict=True))
         for name in MOMENTS:
             assert any(len(value) > eight_bit.BLOCK for value in ours[name])
@@ -257,24 +283,30 @@ def test_forms_load_each_other(first: str, then: str, two_ranks: Ranks, tmp_path
                 assert torch.equal(value, as_stored(saved, name, then))
 
 
-def published_at_ties(folder: str) -> None:
+def published_at_ties(folder: str, name: str = "bf16") -> None:
     """Masters half-way between two bf16 values, which DeepSpeed's own load would round to the even one."""
     import deepspeed
     from deepspeed.utils import safe_set_full_fp32_param
 
-    engine = engine_of("split")
+    engine = engine_of("split", name)
     SCENARIOS["bf16"].train(engine, range(2))
     param = next(engine.module.parameters())
-    bits = (torch.arange(param.ds_numel, dtype=torch.int32) << 16) + 0x3C008000
-    safe_set_full_fp32_param(param, bits.view(torch.float32).view(param.ds_shape))
+    shape = getattr(param, "ds_shape", param.shape)
+    bits = (torch.arange(shape.numel(), dtype=torch.int32) << 16) + 0x3C008000
+    safe_set_full_fp32_param(param, bits.view(torch.float32).view(shape))
     engine.save_checkpoint(folder, tag="saved")
     engine.load_checkpoint(folder, tag="saved")
-    with deepspeed.zero.GatheredParameters([param]):
+    with deepspeed.zero.GatheredParameters([param]):  # which does nothing in other stages
         found = param.detach().flatten().view(torch.int16).to(torch.int32)
     expected = (bits + 0x8000) >> 16
     assert int((expected & 1).sum()) > 100
     assert torch.equal(found, expected)
     end(engine)
+
+
+def ties_in_stage_2(folder: str) -> None:
+    """Every rank has all parameters: those that other ranks publish too."""
+    published_at_ties(folder, "stage 2")
 
 
 def load_damaged(folder: str) -> None:
@@ -305,6 +337,8 @@ def load_damaged(folder: str) -> None:
 
 
 @lean
-@pytest.mark.parametrize("case", [padding, published_at_ties, load_damaged], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", [padding, published_at_ties, ties_in_stage_2, load_damaged], ids=lambda case: case.__name__
+)
 def test_what_each_rank_checks(case: Callable[[str], None], two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(case, str(tmp_path))
