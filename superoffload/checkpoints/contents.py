@@ -128,7 +128,7 @@ def check_optimizer(optimizer: Any) -> None:
         remedy = "pass a wrapper's .optimizer (Accelerate's has one)"
         if isinstance(optimizer, CPUAdamW):
             remedy = "save its state_dict() and the model's with torch.save()"
-        elif "Stage3" in type(optimizer).__name__:
+        elif any(base.__module__.startswith("deepspeed.") for base in type(optimizer).__mro__):
             remedy = "use engine.save_checkpoint()"
         raise ArgumentError(
             f"optimizer: {type(optimizer).__name__}, expected superoffload.AdamW or torch.optim.AdamW; {remedy}"

@@ -1,4 +1,4 @@
-"""What people do around an optimizer, under DeepSpeed ZeRO-3: as stock ZeRO-Offload, or refused with a clear error."""
+"""What people do around an optimizer, under DeepSpeed ZeRO: as stock ZeRO-Offload, or refused with a clear error."""
 
 from __future__ import annotations
 
@@ -128,14 +128,16 @@ CASES: dict[str, tuple[Any, Any, float, float]] = {  # model, loop, clipping, to
     "compile": (lambda _: Small(depth=1), compiled, 2.0, 1e-3),
 }
 MARKS: dict[str, Any] = {"lora": needs("peft"), "compile": pytest.mark.in_turn}
+OF_STAGE_3 = ("leaf modules", "zero.Init")
+BOTH = [(case, stage) for stage in (3, 2) for case in CASES if stage == 3 or case not in OF_STAGE_3]
 
 
-def train(case: str, way: str) -> Any:
+def train(case: str, way: str, stage: int) -> Any:
     import superoffload.integrations.deepspeed as ours
 
     make, use, clip, _ = CASES[case]
     offload, options = WAYS[way]
-    configuration = config(offload, options=options, precision="fp32", clip=clip)
+    configuration = config(offload, options=options, precision="fp32", clip=clip, zero={"stage": stage})
     torch.manual_seed(1)
     ours.enable()  # before zero.Init, which reads the config too
     engine = make_engine(configuration, make(configuration))
@@ -146,10 +148,12 @@ def train(case: str, way: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])
-def test_as_stock(case: str, two_ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("case", "stage"), [pytest.param(case, stage, marks=MARKS.get(case, ())) for case, stage in BOTH]
+)
+def test_as_stock(case: str, stage: int, two_ranks: Ranks) -> None:
     ways = ("stock", "match", "match, waiting")
-    stock, always, never = (two_ranks.run(train, case, way, timeout=200) for way in ways)
+    stock, always, never = (two_ranks.run(train, case, way, stage, timeout=200) for way in ways)
     for (expected,), (found, digests, stats), (_, waited, _) in zip(stock, always, never, strict=True):
         assert digests == waited and stats["buckets_speculated"] > 0
         assert distance(expected, found) < CASES[case][3]  # a wrong step is off by a tenth and more
@@ -341,19 +345,25 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
 ]
 
 
-def refused() -> None:
+def refused(stage: int = 3) -> None:
     """The engine trains on after each error."""
-    engine = make_engine(config(options={"speculation": "always"}), Small())
+    engine = make_engine(config(options={"speculation": "always"}, zero={"stage": stage}), Small())
     for use, words in REFUSED:
         with pytest.raises(Exception) as caught:
             use(engine)
-        assert words in str(caught.value)
+        assert words in str(caught.value), (words, str(caught.value))
         engine.backward(engine(*batch(1)))
         engine.step()
     end(engine)
 
 
-@pytest.mark.parametrize("case", [two_engines, left_behind, converted, refused], ids=lambda case: case.__name__)
+def refused_in_stage_2() -> None:
+    refused(2)
+
+
+@pytest.mark.parametrize(
+    "case", [two_engines, left_behind, converted, refused, refused_in_stage_2], ids=lambda case: case.__name__
+)
 def test_what_each_rank_checks(case: Callable[[], None], two_ranks: Ranks) -> None:
     two_ranks.run(case)
 
