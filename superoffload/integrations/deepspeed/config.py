@@ -246,6 +246,11 @@ def _decoupled(optimizer: Any, group: Mapping[str, Any]) -> bool:
     return bool(optimizer.adam_w_mode)
 
 
+def is_pipeline(mpu: Any) -> bool:
+    """Tells whether ``mpu`` is the grid of DeepSpeed's pipeline engine, with data parallelism beside it alone."""
+    return hasattr(mpu, "get_pipe_parallel_world_size") and mpu.get_slice_parallel_world_size() == 1
+
+
 _OFF: dict[str, Any] = {"zero_hpz_partition_size": 1}  # means off, like None and False; by name, since True == 1
 
 
@@ -267,8 +272,11 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         if value and value != _OFF.get(name):
             raise ArgumentError(f"{name}={value!r} together with superoffload: {advice}")
     mpu = arguments.get("mpu")
-    if mpu is not None and not hasattr(mpu, "initialize_sequence_parallel"):
-        raise ArgumentError(f"mpu={type(mpu).__name__}: model parallelism is not supported together with superoffload")
+    if mpu is not None and not hasattr(mpu, "initialize_sequence_parallel") and not is_pipeline(mpu):
+        raise ArgumentError(
+            f"mpu={type(mpu).__name__}: tensor parallelism is not supported together with superoffload; pipeline "
+            "stages are, with ZeRO-1 and DeepSpeed's own pipeline engine"
+        )
     dtype = arguments.get("gradient_accumulation_dtype", torch.float32)
     if dtype not in ELEMENT_TYPES:
         raise ArgumentError(f"grad_accum_dtype={dtype}: expected fp32, bf16 or fp16")

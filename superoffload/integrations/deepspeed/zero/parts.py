@@ -177,7 +177,7 @@ def assemble(stock: Stock, layout: Layout, options: Options, *, boundary_is_told
     accelerator = link_of_resident(layout)
     shards = Shards(stock, layout, options)
     inner = InnerOptimizer(stock, layout, shards.states)
-    published, group = [layout.published(i) for i in range(len(layout.groups))], stock.dp_process_group
+    published, group = [layout.published(i) for i in range(len(layout.groups))], layout.ranks
     cpus, crowded = cpus_of_this_rank(options.threads, published, group, options.rank_timeout)
     driver = PartitionDriver(
         shards.partitions,

@@ -24,6 +24,7 @@ from superoffload.distributed.rank_checks import Held
 from superoffload.engine.bucket import Shard
 from superoffload.host.bits import BitSums, Sums, SumsByTorch, SumsInMemory
 from superoffload.host.signals import held_signals
+from superoffload.integrations.deepspeed.config import is_pipeline
 from superoffload.integrations.deepspeed.zero.parts import Speculative
 from superoffload.integrations.deepspeed.zero.stock import Place
 
@@ -39,6 +40,8 @@ class Stage1And2Layout:
         """Takes a weak proxy of DeepSpeed's optimizer."""
         self._stock = stock
         self.stage = stage
+        in_pipeline = stock.mpu is not None and is_pipeline(stock.mpu)
+        self.ranks = dist.group.WORLD if in_pipeline else stock.dp_process_group
 
     @property
     def groups(self) -> Sequence[Sequence[Any]]:
@@ -95,6 +98,9 @@ class Stage1And2Layout:
     def name(self, param: Any) -> str:
         return str(self._stock.param_names.get(param, f"parameter {self.key(param)}"))
 
+    def is_counted(self, param: Any) -> bool:
+        return not getattr(param, "ds_pipe_replicated", False)
+
     def take_gradient(self, param: Any) -> Tensor | None:
         gradient: Tensor | None = self._stock.get_param_gradient_attribute(param)
         self._stock.clear_grad_attribute(param)
@@ -108,7 +114,9 @@ class Stage1And2Layout:
             start, numel = _part_of(param.numel(), offset, index * part, part)
             runs[rank] = Box((start,), (numel,))
         name = shard.name
-        if ranks != dist.get_process_group_ranks(self._stock.dp_process_group):  # others have other experts
+        if not self.is_counted(param):  # the partitions of another stage cut it elsewhere
+            name = f"{name} (a copy, tied)"
+        elif ranks != dist.get_process_group_ranks(self._stock.dp_process_group):  # others have other experts
             name = f"{name} (of ranks {', '.join(map(str, ranks))})"
         return Held(name, param, shard, Holding("spread", (param.numel(),), runs[dist.get_rank()], True, runs))
 

@@ -42,6 +42,7 @@ class Stage3Layout:
     def __init__(self, stock: Any) -> None:
         """Takes a weak proxy of DeepSpeed's optimizer."""
         self._stock = stock
+        self.ranks = stock.dp_process_group
         self.resident = resident_sub_groups(stock.subgroup_to_device)
         self._wholes: list[tuple[Any, Tensor]] = []  # parameters, with what stands for them in the rank checks
 
@@ -86,6 +87,9 @@ class Stage3Layout:
 
     def name(self, param: Any) -> str:
         return str(self._stock.param_names.get(param, f"parameter {param.ds_id}"))
+
+    def is_counted(self, param: Any) -> bool:
+        return True
 
     def take_gradient(self, param: Any) -> Tensor | None:
         gradient: Tensor | None

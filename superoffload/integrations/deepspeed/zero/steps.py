@@ -112,6 +112,9 @@ class WindowEnd:
 
     def __post_init__(self) -> None:
         self._weights_are_checked = False
+        partitions = self._driver.partitions
+        copies = [param for param in trained(self._layout) if not self._layout.is_counted(param)]
+        self._not_counted = {partitions[self._layout.key(param)].shard.index for param in copies}
 
     def close(self) -> tuple[Window, Tensor]:
         """Returns this rank's window, and the norm of the scaled gradients over all ranks."""
@@ -126,7 +129,8 @@ class WindowEnd:
             if failure is not None:
                 raise WorkerError(f"{failure}; no rank stepped")
             self._check_weights()
-            total = _fold(self._ranks.exchange(window))
+            counted = {index: value for index, value in window.sums.items() if index not in self._not_counted}
+            total = _fold(self._ranks.exchange(Window(counted)))
         except (ArgumentError, WorkerError, RankError):
             self._ranks.fail()
             self._driver.abandon()

@@ -64,6 +64,7 @@ class Layout(Protocol):
     """Says where a stage keeps parameters and state. Buffers are looked up at each use, since DeepSpeed moves them."""
 
     stage: str
+    ranks: Any  # the process group of all ranks that act on one verdict
     resident: frozenset[int]  # sub-groups whose state is on the accelerator
     keeps_norm_scale: bool  # stock divides the norm by the loss scale of the window, not by the next one
 
@@ -86,6 +87,9 @@ class Layout(Protocol):
     def key(self, param: Any) -> int: ...
     def numel(self, param: Any) -> int: ...
     def name(self, param: Any) -> str: ...
+
+    def is_counted(self, param: Any) -> bool:
+        """Tells whether the norm counts it here; if not, other ranks have the same parameter and count it."""
 
     def take_gradient(self, param: Any) -> Tensor | None:
         """Takes a reduced gradient away from where DeepSpeed keeps it, to be freed."""
