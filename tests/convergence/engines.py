@@ -241,7 +241,8 @@ ENGINES: dict[str, type[Any] | str] = {
     "tp": "tests.convergence.parallel:TensorParallel",
     "pp": "tests.convergence.pipeline_stages:PipelineStages",
     "ep": "tests.convergence.parallel:ExpertParallel",
-    "deepspeed": "tests.convergence.zero3:Zero3",
+    "deepspeed": "tests.convergence.zero:Zero3",
+    "zero2": "tests.convergence.zero:Zero2",
     "titan": "tests.convergence.titan_trainer:Titan",
     "plain-fsdp2": PlainFsdp2,
     "plain-titan": "tests.convergence.titan_trainer:PlainTitan",
@@ -250,6 +251,7 @@ CHOICES = [name for name in ENGINES if not name.startswith("plain-")]  # the oth
 # Name -> module, and how to install it.
 _NEEDS = {
     "deepspeed": ("deepspeed", "pip install deepspeed==0.19.8"),
+    "zero2": ("deepspeed", "pip install deepspeed==0.19.8"),
     "titan": ("torchtitan", "pip install --no-deps -r requirements/torchtitan.txt (docs/frameworks.md#torchtitan)"),
 }
 ON_DEMAND = ("fsdp2", "tp", "pp", "ep", "titan")  # also compared with delivery on demand

@@ -25,13 +25,14 @@ pytestmark = pytest.mark.convergence
 
 # How many ranks each trains on; of four, two share a matrix or the experts, and fully_shard has two of these pairs.
 # DDP: test_command.py.
-RANKS = {"fsdp2": 2, "deepspeed": 2, "pp": 2, "tp": 4, "ep": 4, "titan": 2}
+RANKS = {"fsdp2": 2, "deepspeed": 2, "zero2": 2, "pp": 2, "tp": 4, "ep": 4, "titan": 2}
 
 
 def in_turn(engine: str, *more: object) -> Any:
     """A case of an engine. Those of FSDP2 run every time; those of another engine have their runs in common."""
     marks = [] if engine == "fsdp2" else [pytest.mark.in_turn(f"convergence of {engine}")]
-    marks += [needs({"titan": "torchtitan"}.get(engine, engine))] if engine in ("titan", "deepspeed") else []
+    package = {"titan": "torchtitan", "deepspeed": "deepspeed", "zero2": "deepspeed"}.get(engine)
+    marks += [needs(package)] if package else []
     return pytest.param(engine, *more, marks=marks)
 
 
@@ -95,6 +96,9 @@ def test_ranks_converge_in_bf16_too() -> None:
         *(("fsdp2", fault) for fault in ("skip_publish", "apply_twice", "drop_clip", "swap_shards", *IN_THE_LOOP)),
         in_turn("tp", "skip_publish"),
         in_turn("pp", "apply_twice"),
+        in_turn("zero2", "skip_publish"),
+        in_turn("zero2", "apply_twice"),
+        in_turn("zero2", "drop_clip"),
         in_turn("ep", "drop_clip"),
         *(in_turn("titan", fault) for fault in ("skip_publish", "apply_twice", "drop_clip")),
     ],

@@ -14,26 +14,38 @@ import torch.distributed as dist
 from superoffload import AdamW, _native
 from superoffload.distributed.session import RankSession
 from superoffload.engine.bucket import Bucket
+from superoffload.engine.engine import Engine
 from superoffload.engine.verdict import Verdict
 from tests.support.rank_processes import BF16, flat_mesh, net, optimizer_of, replica_mesh, shard, tokens_of
 
 Operation = _native.Operation
 
 
+def engine_of(optimizer: Any) -> Engine:
+    """That of AdamW, or of an optimizer of DeepSpeed's that is ours."""
+    found: Engine = optimizer._engine if isinstance(optimizer, AdamW) else optimizer.parts.driver.engine
+    return found
+
+
+def session_of(optimizer: Any) -> Any:
+    return optimizer._ranks.session if isinstance(optimizer, AdamW) else optimizer.parts.ranks.session
+
+
 def step_of(optimizer: AdamW) -> int:
     """The step that is running, from 1."""
-    session = optimizer._ranks.session
+    session = session_of(optimizer)
     return session._call if isinstance(session, RankSession) else int(optimizer.stats()["steps"]) + 1
 
 
 @contextmanager
 def skip_publish(optimizer: AdamW, step: int, rank: int, place: int = 0) -> Iterator[None]:
     """From that step on, one bucket's shadow is not copied to the parameters of one rank."""
-    link = optimizer._engine.link
+    engine = engine_of(optimizer)
+    link = engine.link
     deliver = link.deliver
 
     def lossy(bucket: Bucket, after: _native.Completion) -> _native.Completion:
-        if dist.get_rank() == rank and step_of(optimizer) >= step and bucket is optimizer._engine.buckets[place]:
+        if dist.get_rank() == rank and step_of(optimizer) >= step and bucket is engine.buckets[place]:
             return after
         return deliver(bucket, after)
 
@@ -44,7 +56,7 @@ def skip_publish(optimizer: AdamW, step: int, rank: int, place: int = 0) -> Iter
 @contextmanager
 def apply_twice(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
     """In that step, one bucket of one rank is stepped a second time."""
-    engine = optimizer._engine
+    engine = engine_of(optimizer)
     finish = engine.finisher.finish
 
     def doubled(bucket: Bucket, factor: float) -> None:
@@ -61,15 +73,19 @@ def apply_twice(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
 @contextmanager
 def drop_clip(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
     """From that step on, one rank does not clip."""
-    engine = optimizer._engine
+    engine = engine_of(optimizer)
     apply = engine.apply
 
-    session = optimizer._ranks.session
+    session = session_of(optimizer)
     count: Callable[..., None] = session.count if session is not None else lambda **_: None
 
     def factor_of(factor: float) -> float:
         here = dist.get_rank() == rank and step_of(optimizer) >= step
-        return float(optimizer._permanent.clipping.unscale) if here else factor
+        if not here:
+            return factor
+        if isinstance(optimizer, AdamW):
+            return float(optimizer._permanent.clipping.unscale)
+        return 1.0 / optimizer.loss_scale
 
     def unclipped(verdict: Verdict, **options: bool) -> None:
         apply(verdict._replace(gradient_factor=factor_of(verdict.gradient_factor)), **options)
@@ -84,7 +100,7 @@ def drop_clip(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
 @contextmanager
 def swap_shards(optimizer: AdamW, step: int, rank: int, name: str = "layers.0.0.weight") -> Iterator[None]:
     """After that step, two ranks have each other's published shard of one parameter."""
-    engine = optimizer._engine
+    engine = engine_of(optimizer)
     apply = engine.apply
 
     def swapped(verdict: Verdict, **options: bool) -> None:

@@ -1,4 +1,5 @@
-"""Adapts ZeRO-3 with superoffload behind ``offload_optimizer`` to the other engines' terms, as engine ``deepspeed``."""
+"""Adapts DeepSpeed's ZeRO with superoffload behind ``offload_optimizer`` to the other engines' terms, as engines
+``deepspeed`` (stage 3) and ``zero2``."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from tests.convergence.setup import Setup
 
 class Zero3(BaseEngine):
     """Trains parameters in bf16 (or fp32); DeepSpeed reduces and accumulates gradients in fp32."""
+
+    stage = 3
 
     def build(self, setup: Setup) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -38,7 +41,7 @@ class Zero3(BaseEngine):
         tables = self.inner.cos.clone(), self.inner.sin.clone()
         parameters = [param for param in self.inner.parameters() if param.requires_grad]
         self.engine, *_ = deepspeed.initialize(
-            model=self.inner, model_parameters=parameters, config=configuration(setup, speculation)
+            model=self.inner, model_parameters=parameters, config=configuration(setup, speculation, self.stage)
         )
         self.inner.set_rotary_tables(*tables)  # DeepSpeed has rounded the buffers along with the parameters
         return self.engine.optimizer
@@ -66,7 +69,7 @@ class Zero3(BaseEngine):
         return math.fsum(losses) / len(losses)
 
     def poison(self, last_rank: bool) -> None:
-        if last_rank:
+        if last_rank:  # which has the end of it in every stage
             self.engine.optimizer.parts.gradients.partition_of(self.inner.head.weight, write=True)[0] = math.nan
 
     def weights(self) -> dict[str, Tensor]:
@@ -78,7 +81,11 @@ class Zero3(BaseEngine):
         self.engine.destroy()
 
 
-def configuration(setup: Setup, speculation: str) -> dict[str, Any]:
+class Zero2(Zero3):
+    stage = 2
+
+
+def configuration(setup: Setup, speculation: str, stage: int) -> dict[str, Any]:
     """Returns DeepSpeed's JSON, with small buckets, so that a backward has several reductions."""
     return {
         "train_micro_batch_size_per_gpu": setup.batch // (world()[1] * setup.micro_batches),
@@ -88,7 +95,7 @@ def configuration(setup: Setup, speculation: str) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32"},
         "bf16": {"enabled": setup.dtype == "bf16"},
         "zero_optimization": {
-            "stage": 3,
+            "stage": stage,
             "offload_optimizer": {"device": "superoffload", "pin_memory": False},
             "reduce_bucket_size": 8 * setup.bucket_numel,
             "stage3_prefetch_bucket_size": 8 * setup.bucket_numel,
@@ -98,6 +105,11 @@ def configuration(setup: Setup, speculation: str) -> dict[str, Any]:
             "type": "AdamW",
             "params": {"lr": setup.lr, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True},
         },
-        "superoffload": {"speculation": speculation, "bucket_numel": setup.bucket_numel, "threads": 1},
+        "superoffload": {
+            "speculation": speculation,
+            "bucket_numel": setup.bucket_numel,
+            "threads": 1,
+            "rank_check": setup.rank_check,
+        },
         "steps_per_print": 10**9,
     }
