@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.support.deepspeed import scenarios
 from tests.support.deepspeed.ranks import Ranks
@@ -129,68 +129,7 @@ def test_windows_that_stock_gets_wrong(case: str, layout: str, two_ranks: Ranks)
         assert is_right == (LAYOUTS[layout]["stage"] not in wrong_in), "what is said about stock holds no more"
 
 
-# ---- experts --------------------------------------------------------------------------------------------------------
-
-
-def mixture(way: str, stage: int) -> tuple[Any, ...]:
-    """Each rank has other experts: two of four."""
-    import deepspeed
-    from deepspeed.moe.layer import MoE
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
-    import superoffload.integrations.deepspeed as ours
-
-    ours.enable()
-    torch.manual_seed(1)
-    model = Small(width=16, depth=1)
-    expert = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-    mix = MoE(16, expert, num_experts=4, ep_size=2, capacity_factor=4.0, use_rts=False)
-
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mix = mix
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.mix(x)[0]
-            return out
-
-    model.extra = First()  # type: ignore[assignment]
-    torch.manual_seed(10 + torch.distributed.get_rank())
-    for name, param in model.named_parameters():
-        if "deepspeed_experts" in name:
-            nn.init.normal_(param, std=0.1)
-    offload, options = WAYS[way]
-    configuration = config(offload, options=options, clip=1.0, zero={"stage": stage})
-    del configuration["optimizer"]
-    groups = split_params_into_different_moe_groups_for_optimizer(
-        {"params": list(model.parameters()), "name": "parameters"}
-    )
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.1)
-    engine, *_ = deepspeed.initialize(model=model, config=configuration, optimizer=optimizer)
-    record = run_steps(engine, range(STEPS))
-    found = masters(engine)
-    ours_only = () if way == "stock" else (engine.optimizer.state_digests(), engine.optimizer.stats())
-    end(engine)
-    return record["norms"], found, *ours_only
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_experts_of_each_rank(stage: int, two_ranks: Ranks) -> None:
-    ways = ("stock", "match", "ours", "ours, waiting")
-    results = [two_ranks.run(mixture, way, stage) for way in ways]
-    for (norms, expected), match, ours, waiting in zip(*results, strict=True):
-        assert match[0] == norms and ours[0] == pytest.approx(norms, rel=1e-6)
-        assert min(norms) < 1.0 < max(norms), "some steps must clip"
-        assert ours[2] == waiting[2] and ours[3]["buckets_speculated"] > 0
-        for found in (match, ours):
-            assert distance(expected, found[1]) < TOLERANCE
-    (_, first, *_), (_, second, *_) = results[2]
-    experts = [name for name in first if "deepspeed_experts" in name]
-    assert experts and not any(torch.equal(first[name], second[name]) for name in experts)
-
-
-# ---- parameters and state that a program writes -----------------------------------------------------------------------
+# ---- parameters and state that a program writes ---------------------------------------------------------------------
 
 
 def writes(options: dict[str, Any]) -> None:

@@ -210,11 +210,11 @@ def left_behind() -> None:
         optimizer.stats()
 
 
-def train_with_late_gradients(late: bool) -> dict[str, str]:
+def train_with_late_gradients(late: bool, stage: int) -> dict[str, str]:
     """Where gradients are still being copied when those of the next backward come."""
     from deepspeed.accelerator import get_accelerator
 
-    scenario = Scenario({"clip": CLIP_SOME}, micros=2, one_step_call=True)
+    scenario = Scenario({"clip": CLIP_SOME, "zero": {"stage": stage}}, micros=2, one_step_call=True)
     calls: Counter[int] = Counter()
     accelerator = mock.Mock(wraps=get_accelerator())  # only ours sees it
     accelerator.is_synchronized_device.return_value = not late
@@ -239,8 +239,10 @@ def train_with_late_gradients(late: bool) -> dict[str, str]:
     return digests
 
 
-def test_only_the_last_gradient_is_final(two_ranks: Ranks) -> None:
-    assert two_ranks.run(train_with_late_gradients, True) == two_ranks.run(train_with_late_gradients, False)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_only_the_last_gradient_is_final(stage: int, two_ranks: Ranks) -> None:
+    late, at_once = (two_ranks.run(train_with_late_gradients, late, stage) for late in (True, False))
+    assert late == at_once
 
 
 def frozen_for_a_while(way: str) -> dict[str, str]:

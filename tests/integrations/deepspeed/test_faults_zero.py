@@ -94,12 +94,13 @@ def test_a_link_that_is_cut(point: str, cuts: int) -> None:
         assert f"the roll call of rank 0 on {ADDRESSES[0]} could not be reached" in said[1]
 
 
-def failing_worker() -> tuple[str, bool, bool]:
+def failing_worker(stage: int) -> tuple[str, bool, bool]:
     """A worker of rank 1 fails on what it speculates in step 3; then training goes on."""
     from superoffload.errors import SuperOffloadError
 
     options = {"speculation": "always", "delivery": "on_demand"}
-    engine = Scenario().engine(OURS, options)
+    scenario = Scenario({"zero": {"stage": stage}})
+    engine = scenario.engine(OURS, options)
     SCENARIO.train(engine, range(3))
     before = engine.optimizer.state_digests()
     if engine.global_rank == 1:
@@ -115,15 +116,16 @@ def failing_worker() -> tuple[str, bool, bool]:
     after = engine.optimizer.state_digests()
     end(engine)
 
-    engine = Scenario().engine(OURS, options)
+    engine = scenario.engine(OURS, options)
     SCENARIO.train(engine, range(6))
     same = engine.optimizer.state_digests() == after
     end(engine)
     return said, unchanged, same
 
 
-def test_a_failed_worker_stops_the_step_on_all_ranks(two_ranks: Ranks) -> None:
-    (told, *_), (failed, *_) = found = two_ranks.run(failing_worker)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_failed_worker_stops_the_step_on_all_ranks(stage: int, two_ranks: Ranks) -> None:
+    (told, *_), (failed, *_) = found = two_ranks.run(failing_worker, stage)
     assert told.startswith("RankError") and "rank 1 raised before the verdict" in told
     assert failed.startswith("WorkerError") and "planted; no rank stepped" in failed
     for _, unchanged, same in found:
