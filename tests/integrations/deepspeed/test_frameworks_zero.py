@@ -8,12 +8,14 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.support.checkout import ROOT
 from tests.support.deepspeed.ranks import QUICK_KERNELS, Ranks
@@ -31,6 +33,7 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join([str(ROOT), QUICK_KERNELS, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
 }
 RUN = [sys.executable, "-m", "superoffload", "run", "--"]
+TAKE_OVER = [*RUN[:-1], "--take-over", "--"]
 
 
 def run(*command: str, timeout: float = 120, **more: str) -> subprocess.CompletedProcess[str]:
@@ -50,6 +53,13 @@ def test_deepspeed_is_enabled_and_other_sitecustomize_too(tmp_path: Path) -> Non
     found = run(*RUN, sys.executable, "-c", code, PYTHONPATH=path)
     assert found.returncode == 0, found.stderr
     assert found.stdout.split() == ["mine", "mine", "True", "deepspeed"]  # superoffload itself is a Python too
+    code = (
+        "import deepspeed; from superoffload.integrations.deepspeed import config, switch\n"
+        "print(config.selects_us({'zero_optimization': {'offload_optimizer': {'device': 'cpu'}}},"
+        " take_over=switch._take_over))"
+    )
+    asked = [run(*command, sys.executable, "-c", code).stdout.split()[-1] for command in (RUN, TAKE_OVER)]
+    assert asked == ["False", "True"]
 
 
 def test_the_exit_status_is_that_of_the_command_and_bad_commands_are_told() -> None:
@@ -102,10 +112,10 @@ def untouched(folder: Path) -> Path:
     return script
 
 
-def train(script: Path, out: Path, text: Path, steps: int, *more: str) -> list[float]:
+def train(script: Path, out: Path, text: Path, steps: int, *more: str, by: Sequence[str] = RUN) -> list[float]:
     """The losses that the Trainer logged."""
     found = run(
-        *RUN, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
+        *by, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(script),
         "--text", str(text), "--out", str(out), "--steps", str(steps), "--hidden", "32", "--layers", "2", *more,
         timeout=200,
@@ -130,6 +140,55 @@ def test_trainer_and_its_resume(tmp_path: Path) -> None:
     checkpoints[0].rename(tmp_path / "resumed" / "checkpoint-4")
     resumed = train(EXAMPLE / "train.py", tmp_path / "resumed", text, 8, "--save-steps", "4", "--resume")
     assert resumed == straight
+
+
+# What guides for ZeRO-2 with CPU offload tell people to write.
+RECIPE: dict[str, Any] = {
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
+    },
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "allgather_partitions": True,
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 2e5,
+        "contiguous_gradients": True,
+    },
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu"),
+        "auto",
+    ),
+}
+
+
+@needs("transformers", "accelerate")
+@pytest.mark.in_turn
+def test_trainer_with_a_recipe_for_zero_2(tmp_path: Path) -> None:
+    """The loss curve of stock, by the device and by ``--take-over``, which leaves the recipe as it is."""
+    text, script = tmp_path / "text.txt", untouched(tmp_path)
+    text.write_bytes(b"It was the best of times, it was the worst of times. " * 400)
+    ours = {**RECIPE["zero_optimization"], "offload_optimizer": {"device": "superoffload"}}
+    files = {"stock": RECIPE, "ours": {**RECIPE, "zero_optimization": ours}}
+    for name, recipe in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(recipe))
+    losses = {}
+    for way, name, by in (("stock", "stock", []), ("taken over", "stock", TAKE_OVER), ("ours", "ours", RUN)):
+        out = tmp_path / way
+        losses[way] = train(
+            script, out, text, 8, "--save-steps", "8", "--deepspeed", str(tmp_path / f"{name}.json"), by=by
+        )
+        states = [torch.load(path, weights_only=False) for path in out.rglob("*optim_states.pt")]
+        kinds = {str(state["optimizer_state_dict"]["zero_stage"]) for state in states}
+        assert kinds == {"ZeroStageEnum.gradients"}
+    assert losses["ours"] == losses["taken over"] == pytest.approx(losses["stock"], rel=2e-3)
+    assert losses["ours"][-1] < 0.95 * losses["ours"][0]
 
 
 def test_lightning(tmp_path: Path) -> None:
