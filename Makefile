@@ -205,7 +205,7 @@ old-cpu-test: $(VENV)/.built
 old-deepspeed-test: $(OLD_DEEPSPEED)/.installed $(VENV)/.test-ready
 	TEST_TURN=1/1 PYTHONPATH=$(CURDIR)/$(OLD_DEEPSPEED) $(PYTEST) $(addprefix tests/integrations/deepspeed/test_,$(OLD_DEEPSPEED_TESTS:=.py))
 
-OLD_DEEPSPEED_TESTS := enabling against_stock checkpoints_zero3 readers_zero3
+OLD_DEEPSPEED_TESTS := enabling against_stock stages_1_and_2 checkpoints_zero readers_zero3
 
 $(OLD_DEEPSPEED)/.installed: $(VENV)/.test-requirements
 	rm -rf $(@D)

@@ -217,7 +217,7 @@ def test_deepspeeds_tools(name: str, two_ranks: Ranks, tmp_path: Path) -> None:
 
 MOMENTS = {"exp_avg": eight_bit.EXP_AVG, "exp_avg_sq": eight_bit.EXP_AVG_SQ}
 Partitions = dict[str, list[Tensor]]
-lean = pytest.mark.in_turn("lean checkpoints zero3")
+lean = pytest.mark.in_turn("lean checkpoints zero")
 
 
 def engine_of(form: str, name: str = "bf16") -> Any:

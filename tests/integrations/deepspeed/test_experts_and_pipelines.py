@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.integrations.deepspeed.test_against_stock import SETTLED
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import WAYS, distance
 from tests.support.deepspeed.training import Small, config, end, masters, run_steps
@@ -123,6 +124,8 @@ def pipeline(way: str, precision: str, clip: float) -> tuple[Any, ...]:
 @pytest.mark.parametrize(("ranks", "precision"), [(2, "fp32"), (2, "fp16"), (4, "bf16")])
 def test_pipeline_stages(ranks: int, precision: str, two_ranks: Ranks) -> None:
     """One verdict for all stages. The weight that two stages have counts once."""
+    if not SETTLED:
+        pytest.skip("needs DeepSpeed 0.19: older ones keep the grid of a pipeline for later engines")
     group, clip = (two_ranks, 0.4) if ranks == 2 else (Ranks(ranks), 0.33)
     try:
         results = [group.run(pipeline, way, precision, clip) for way in RESULTS]

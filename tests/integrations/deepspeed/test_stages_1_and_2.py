@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.integrations.deepspeed.test_against_stock import SETTLED
 from tests.support.deepspeed import scenarios
 from tests.support.deepspeed.ranks import Ranks
 from tests.support.deepspeed.scenarios import CLIP_SOME, UNUSED, WAYS, Scenario, distance, gradients_of, reference
@@ -19,6 +20,8 @@ STEPS = 8
 TOLERANCE = STEPS * 10 * 2.0**-24  # as in test_against_stock.py
 OF_STAGE_3 = ("small sub-groups", "persistent parameters", "parameters offloaded")
 WRONG_IN_STOCK = ("two backwards",)
+# DeepSpeed 0.18 steps with NaN in bf16, accumulates in bf16, and has no unmanaged accumulation.
+OF_NEW_VERSIONS = ("fp16, dynamic scale", "bf16, not finite", "accumulation in fp32", "unmanaged accumulation")
 SOME_WAYS = ("stock", "match", "ours", "ours, waiting", "ours, later")
 
 
@@ -32,6 +35,8 @@ def compare(name: str, zero: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("name", [name for name in scenarios.SCENARIOS if name not in (*OF_STAGE_3, *WRONG_IN_STOCK)])
 def test_stock_and_ours_agree(name: str, stage: int, two_ranks: Ranks) -> None:
+    if not SETTLED and name in OF_NEW_VERSIONS:
+        pytest.skip("needs DeepSpeed 0.19")
     for found in two_ranks.run(compare, name, {"stage": stage}):
         stock = found["stock"]["record"]
         for way in SOME_WAYS[1:]:
@@ -113,7 +118,7 @@ def train_with_gaps(way: str, case: str, layout: str) -> tuple[dict[str, Tensor]
 @pytest.mark.parametrize("case", MISTAKES)
 def test_windows_that_stock_gets_wrong(case: str, layout: str, two_ranks: Ranks) -> None:
     window, wrong_in = MISTAKES[case]
-    if not window.managed and layout == "stage 1, overlapped":
+    if not window.managed and (layout == "stage 1, overlapped" or not SETTLED):
         return  # DeepSpeed refuses it
     micros = range(window.backwards)
     windows = [[gradients_of(step, micro, window.skip(step, micro)) for micro in micros] for step in range(6)]
@@ -123,7 +128,7 @@ def test_windows_that_stock_gets_wrong(case: str, layout: str, two_ranks: Ranks)
         found, applied = two_ranks.run(train_with_gaps, way, case, layout)[0]
         assert [step for step in range(6) if not applied[step]] == list(skipped), way
         assert distance(expected, found) < 1e-4, way
-    if layout in ("stage 1", "stage 2"):
+    if SETTLED and layout in ("stage 1", "stage 2"):
         found, _ = two_ranks.run(train_with_gaps, "stock", case, layout)[0]
         is_right = distance(expected, found) < 1e-4
         assert is_right == (LAYOUTS[layout]["stage"] not in wrong_in), "what is said about stock holds no more"

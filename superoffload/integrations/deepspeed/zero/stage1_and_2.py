@@ -182,6 +182,7 @@ class SpeculativeStage1And2(Speculative, deepspeed.DeepSpeedZeroOptimizer):
     changes."""
 
     writes: Writes
+    _in_epilogue = False
 
     def __init__(self, init_optimizer: Any, param_names: Any, timers: Any, ds_config: Any, **kwargs: Any) -> None:
         told = self.check_given(init_optimizer, ds_config, kwargs)
@@ -243,9 +244,17 @@ class SpeculativeStage1And2(Speculative, deepspeed.DeepSpeedZeroOptimizer):
     def _finalize_cpu_offload_gradient_accumulation(self) -> None:
         """Ends an unmanaged window: the start of ``step()`` hands the remaining gradients to speculation."""
 
+    def independent_gradient_partition_epilogue(self) -> None:
+        self._in_epilogue = True
+        try:
+            super().independent_gradient_partition_epilogue()
+        finally:
+            self._in_epilogue = False
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Abandons the window if there was no ``step()`` since backward: nothing has changed."""
-        self.parts.abandon()
+        if not self._in_epilogue:  # where DeepSpeed 0.18 frees what was reduced
+            self.parts.abandon()
         super().zero_grad(set_to_none)
 
     # ---- step() ---------------------------------------------------------------------------------------------------
