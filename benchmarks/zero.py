@@ -243,7 +243,8 @@ def _clip(row: Row) -> str:
 
 def _line(row: Row) -> str:
     return (
-        f"ZeRO-{row['stage']}, {row['ranks']} ranks, {_clip(row):12} {row['name']:24} step {1e3 * row['seconds_median']:7.1f} ms "
+        f"ZeRO-{row['stage']}, {row['ranks']} ranks, {_clip(row):12} {row['name']:24} "
+        f"step {1e3 * row['seconds_median']:7.1f} ms "
         f"(x {row['ratio']:.2f})  optimizer {1e3 * row['optimizer_seconds_median']:7.1f} ms "
         f"(x {row['optimizer_ratio']:.2f})  host {row['host_bytes'] / 2**20:6.0f} MiB  loss {row['loss']:.4f}"
     )

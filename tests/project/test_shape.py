@@ -22,9 +22,9 @@ BUDGET = {
     "links": (1895, 12),
     "distributed": (1886, 6),
     "checkpoints": (1698, 6),
-    "integrations": (4090, 22),
-    "host": (931, 9),
-    "tools": (1440, 9),
+    "integrations": (4657, 24),
+    "host": (925, 9),
+    "tools": (1439, 9),
 }
 
 

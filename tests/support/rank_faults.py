@@ -71,7 +71,7 @@ def apply_twice(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def drop_clip(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
+def drop_clip(optimizer: Any, step: int, rank: int) -> Iterator[None]:
     """From that step on, one rank does not clip."""
     engine = engine_of(optimizer)
     apply = engine.apply
@@ -85,7 +85,7 @@ def drop_clip(optimizer: AdamW, step: int, rank: int) -> Iterator[None]:
             return factor
         if isinstance(optimizer, AdamW):
             return float(optimizer._permanent.clipping.unscale)
-        return 1.0 / optimizer.loss_scale
+        return 1.0 / float(optimizer.loss_scale)
 
     def unclipped(verdict: Verdict, **options: bool) -> None:
         apply(verdict._replace(gradient_factor=factor_of(verdict.gradient_factor)), **options)

@@ -36,12 +36,14 @@ class Stage1And2Layout:
     keeps_norm_scale = True
     gathered = None
 
-    def __init__(self, stock: Any, stage: str) -> None:
+    def __init__(self, stock: Any) -> None:
         """Takes a weak proxy of DeepSpeed's optimizer."""
         self._stock = stock
-        self.stage = stage
         in_pipeline = stock.mpu is not None and is_pipeline(stock.mpu)
         self.ranks = dist.group.WORLD if in_pipeline else stock.dp_process_group
+        self._offsets: dict[int, int] = {}  # in the flat group
+        for i, params in enumerate(self.groups):
+            self._offsets.update(zip(map(id, params), self._cut(i), strict=True))
 
     @property
     def groups(self) -> Sequence[Sequence[Any]]:
@@ -53,10 +55,10 @@ class Stage1And2Layout:
         found: Sequence[Tensor] = self._stock.single_partition_of_fp32_groups
         return found
 
-    def published(self, sub_group: int) -> Tensor:
+    def published(self, sub_group: int, elements: slice = slice(None)) -> Tensor:
         rank = dist.get_rank(self._ranks(sub_group))
         flat: Tensor = self._stock.parallel_partitioned_bit16_groups[sub_group][rank].data
-        return flat
+        return flat[elements]
 
     def gradients(self, sub_group: int) -> Tensor:
         pin = self.published(sub_group).device.type != "cpu"
@@ -66,12 +68,13 @@ class Stage1And2Layout:
     def places(self, sub_group: int) -> list[Place]:
         rank, part = dist.get_rank(self._ranks(sub_group)), int(self._stock.partition_size[sub_group])
         places = []
-        for param, offset in zip(self.groups[sub_group], self._offsets(sub_group), strict=True):
+        for param in self.groups[sub_group]:
+            offset = self._offsets[id(param)]
             start, numel = _part_of(param.numel(), offset, rank * part, part)
             places.append(Place(max(0, offset + start - rank * part) if numel else 0, numel, numel, start))
         return places
 
-    def _offsets(self, sub_group: int) -> Iterator[int]:
+    def _cut(self, sub_group: int) -> Iterator[int]:
         """Yields where parameters are in the flat group; with padding between them only since DeepSpeed 0.19."""
         known = getattr(self._stock, "round_robin_bit16_offsets", None)
         if known is not None:
@@ -109,9 +112,8 @@ class Stage1And2Layout:
     def held(self, sub_group: int, param: Any, shard: Shard) -> Held:
         ranks = dist.get_process_group_ranks(self._ranks(sub_group))
         part, runs = int(self._stock.partition_size[sub_group]), {}
-        offset = dict(zip(map(id, self.groups[sub_group]), self._offsets(sub_group), strict=True))[id(param)]
         for index, rank in enumerate(ranks):
-            start, numel = _part_of(param.numel(), offset, index * part, part)
+            start, numel = _part_of(param.numel(), self._offsets[id(param)], index * part, part)
             runs[rank] = Box((start,), (numel,))
         name = shard.name
         if not self.is_counted(param):  # the partitions of another stage cut it elsewhere
@@ -154,8 +156,7 @@ class Writes:
         for i, params in enumerate(layout.groups):
             here = [(param, place) for param, place in zip(params, layout.places(i), strict=True) if place.numel]
             if on_host:
-                for param, place in here:
-                    self._flats.append(([param], lambda i=i, part=place.elements: layout.published(i)[part]))
+                self._flats += [([param], partial(layout.published, i, place.elements)) for param, place in here]
             else:
                 self._flats.append(([param for param, _ in here], partial(layout.published, i)))
         self._set: set[int] = set()
@@ -192,7 +193,7 @@ class SpeculativeStage1And2(Speculative, deepspeed.DeepSpeedZeroOptimizer):
         self.param_buffer_of_bit16_for_cpu_offload_groups.clear()
         self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
         stock: Any = weakref.proxy(self)
-        layout = Stage1And2Layout(stock, self.zero_stage_string if hasattr(self, "zero_stage_string") else "ZeRO-2")
+        layout = Stage1And2Layout(stock)
         self.begin(stock, layout, boundary_is_told=told)
         self._drop_fragments()
         self.writes = Writes(layout)
@@ -383,10 +384,11 @@ def _read_gradient(stock: Any, param: Any) -> Tensor:
 
 def _whole(stock: Any, param: Any, read: Callable[[], Tensor]) -> Tensor:
     layout = stock.parts.layout
-    shard = stock.parts.driver.partitions[layout.key(param)].shard
+    partition = stock.parts.driver.partitions[layout.key(param)]
+    start = partition.shard.offset
     whole = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
-    whole[shard.offset : shard.offset + shard.numel].copy_(read())
-    dist.all_reduce(whole, group=param._dp_group)
+    whole[start : start + partition.shard.numel].copy_(read())
+    dist.all_reduce(whole, group=stock.real_dp_process_group[partition.sub_group])
     return whole.view(param.shape)
 
 

@@ -36,7 +36,6 @@ def numel_here(param: Any, group: Any) -> int:
 class Stage3Layout:
     """Implements ``Layout``: every parameter is cut into equal parts, the last ones shorter or empty."""
 
-    stage = "ZeRO-3"
     keeps_norm_scale = False
 
     def __init__(self, stock: Any) -> None:
@@ -99,7 +98,7 @@ class Stage3Layout:
     def held(self, sub_group: int, param: Any, shard: Shard) -> Held:
         owners = dist.get_process_group_ranks(self._stock.dp_process_group)
         holding = flat_holding(
-            self.stage, owners, int(dist.get_rank()), int(param.ds_numel), int(param.partition_numel())
+            "ZeRO-3", owners, int(dist.get_rank()), int(param.ds_numel), int(param.partition_numel())
         )
         # A parameter has no elements while it is partitioned.
         whole = torch.empty(param.ds_shape, dtype=param.dtype, device="meta")

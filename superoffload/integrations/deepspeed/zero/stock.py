@@ -63,7 +63,6 @@ class Place:
 class Layout(Protocol):
     """Says where a stage keeps parameters and state. Buffers are looked up at each use, since DeepSpeed moves them."""
 
-    stage: str
     ranks: Any  # the process group of all ranks that act on one verdict
     resident: frozenset[int]  # sub-groups whose state is on the accelerator
     keeps_norm_scale: bool  # stock divides the norm by the loss scale of the window, not by the next one
