@@ -1,4 +1,4 @@
-"""Runs superoffload behind DeepSpeed ZeRO-3's ``offload_optimizer``: one line in the script, none in the model.
+"""Runs superoffload behind DeepSpeed ZeRO's ``offload_optimizer``: one line in the script, none in the model.
 
     import superoffload.integrations.deepspeed
     superoffload.integrations.deepspeed.enable()

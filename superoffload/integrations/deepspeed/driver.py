@@ -1,4 +1,4 @@
-"""Drives the engine over one rank's ZeRO-3 partitions, without any name of DeepSpeed's.
+"""Drives the engine over one rank's ZeRO partitions, without any name of DeepSpeed's.
 
 A *window* is everything between two steps. Every parameter's partition is a shard, so that a bucket is speculated as
 soon as its few parameters are final, whatever the size of DeepSpeed's sub-groups.
@@ -226,7 +226,7 @@ class PartitionDriver:
         self.engine.arrive(partition.shard, partition.gradient)
 
     def close_window(self, trains: Callable[[int], bool]) -> Window:
-        """Makes every gradient final. Unused parameters get zeros, as in ZeRO-1 and 2; frozen ones get no gradient."""
+        """Makes every gradient final. Unused parameters get zeros, as without offload; frozen ones get no gradient."""
         if not any(partition.arrivals for partition in self.partitions.values()):
             return Window({})
         for partition in self.partitions.values():
