@@ -135,6 +135,24 @@ def test_windows_that_stock_gets_wrong(case: str, layout: str, two_ranks: Ranks)
         assert is_right == (layout not in wrong_in), "what is said about stock holds no more"
 
 
+def train_one_parameter(way: str) -> dict[str, Tensor]:
+    """The first rank has all of its state, so the other one gets no gradient for anything that it steps."""
+    engine = Scenario({"precision": "fp32", "clip": CLIP_SOME, "zero": {"stage": 2}}).engine(*WAYS[way])
+    for step in range(3):
+        engine.backward(engine(step, 0, range(1, 7)))
+        engine.step()
+    found = masters(engine)
+    end(engine)
+    return found
+
+
+def test_a_rank_without_gradients_steps_with_zeros(two_ranks: Ranks) -> None:
+    windows = [[gradients_of(step, 0, tuple(range(1, 7)))] for step in range(3)]
+    expected = reference(windows, 1, CLIP_SOME)
+    for found in two_ranks.run(train_one_parameter, "ours"):
+        assert distance(expected, found) < 1e-4
+
+
 # ---- parameters and state that a program writes ---------------------------------------------------------------------
 
 
