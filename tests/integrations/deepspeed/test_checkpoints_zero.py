@@ -170,6 +170,9 @@ def load_universal(name: str, folder: str, form: str) -> tuple[State, list[int]]
     engine = make_engine(scenario, "ours", form)
     scenario.train(engine, range(50, 52))
     engine.load_checkpoint(folder, tag="universal")
+    if name == "stage 2" and form == "fp32":
+        for full, param in zip(masters(engine).values(), engine.module.parameters(), strict=True):
+            assert torch.equal(param, full.bfloat16()), "not published"
     found, steps = state_of(engine), list(engine.optimizer.parts.driver.steps)
     scenario.train(engine, range(4, 6))  # trains on
     end(engine)

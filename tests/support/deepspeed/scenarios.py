@@ -84,6 +84,15 @@ SCENARIOS: dict[str, Scenario] = {
     "accumulation in fp32": Scenario(
         {"clip": CLIP_SOME, "accumulation": 2, "data_types": {"grad_accum_dtype": "fp32"}}, micros=2
     ),
+    "reduced in fp32": Scenario(
+        {
+            "clip": CLIP_SOME,
+            "accumulation": 2,
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "communication_data_type": "fp32",
+        },
+        micros=2,
+    ),
     "unmanaged accumulation": Scenario(
         {"clip": CLIP_SOME, "accumulation": 2, "managed_gradient_accumulation": False}, micros=2, one_step_call=True
     ),

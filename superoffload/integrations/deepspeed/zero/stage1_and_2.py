@@ -149,9 +149,8 @@ class Writes:
     In host memory each parameter's part is compared, on a device all parts of a group together.
     """
 
-    def __init__(self, layout: Stage1And2Layout) -> None:
+    def __init__(self, layout: Stage1And2Layout, *, on_host: bool) -> None:
         self._flats: list[tuple[list[Any], Callable[[], Tensor]]] = []
-        on_host = all(layout.published(i).device.type == "cpu" for i in range(len(layout.groups)))
         self._bits: BitSums = SumsInMemory() if on_host else SumsByTorch()
         for i, params in enumerate(layout.groups):
             here = [(param, place) for param, place in zip(params, layout.places(i), strict=True) if place.numel]
@@ -196,7 +195,7 @@ class SpeculativeStage1And2(Speculative, deepspeed.DeepSpeedZeroOptimizer):
         layout = Stage1And2Layout(stock)
         self.begin(stock, layout, boundary_is_told=told)
         self._drop_fragments()
-        self.writes = Writes(layout)
+        self.writes = Writes(layout, on_host=layout.published(0).device.type == "cpu")
 
     def initialize_optimizer_states(self) -> None:
         """Makes no fp32 gradient: the kernel reads the accumulated one. State is made with the shards."""
