@@ -95,7 +95,7 @@ def pipeline(way: str, precision: str, clip: float) -> tuple[Any, ...]:
     torch.manual_seed(1)
     layers = [
         TiedLayerSpec("tied", nn.Linear, 16, 24, bias=False),
-        *(LayerSpec(nn.Linear, 24, 24) for _ in range(3)),
+        LayerSpec(nn.Linear, 24, 24),
         TiedLayerSpec("tied", nn.Linear, 16, 24, bias=False, forward_fn=reversed_linear),
         LayerSpec(nn.Linear, 16, 16),
     ]
@@ -123,7 +123,7 @@ def pipeline(way: str, precision: str, clip: float) -> tuple[Any, ...]:
 @pytest.mark.parametrize(("ranks", "precision"), [(2, "fp32"), (2, "fp16"), (4, "bf16")])
 def test_pipeline_stages(ranks: int, precision: str) -> None:
     """One verdict for all stages. The weight that two stages have counts once."""
-    group, clip = Ranks(ranks), 0.4 if ranks == 2 else 0.33  # DeepSpeed keeps the grid of a pipeline for later engines
+    group, clip = Ranks(ranks), 0.57 if ranks == 2 else 0.4  # DeepSpeed keeps the grid of a pipeline for later engines
     try:
         results = [group.run(pipeline, way, precision, clip) for way in RESULTS]
     finally:
