@@ -29,7 +29,7 @@ def test_two_ranks_are_compared(tmp_path: Path) -> None:
 REFUSED = {
     "--engine zero": "engine=zero: expected one of single, fsdp2",
     "--ranks 0": "ranks=0: expected 1 to 64",
-    "--engine single --ranks 2": "one process is one rank; choose --engine fsdp2, ddp, tp, pp, ep, deepspeed, zero2, titan",
+    "--engine single --ranks 2": "one process is one rank; choose --engine fsdp2, ddp, tp, pp, ep, deepspeed, zero2",
     "--engine tp --ranks 1": "engine=tp with ranks=1: two ranks share each matrix",
     "--engine deepspeed": "engine=deepspeed: deepspeed is not installed; pip install deepspeed==",
     "--ranks 2 --steps 10": "steps=10: expected at least 41",
