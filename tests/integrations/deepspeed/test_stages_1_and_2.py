@@ -266,6 +266,15 @@ def abandoned() -> None:
     end(engine)
 
 
+def of_size_zero() -> None:
+    """A parameter without elements, in the same group as the others."""
+    model = Small()
+    model.nothing = torch.nn.Parameter(torch.empty(0, 3))
+    engine = make_engine(config(OURS, zero={"stage": 2}, clip=1.0), model)
+    assert all(run_steps(engine, range(3))["applied"])
+    end(engine)
+
+
 def taken_over() -> None:
     """``enable(take_over=True)`` also runs configs with DeepSpeed's own device, also by its old name."""
     import superoffload.integrations.deepspeed as ours
@@ -291,7 +300,9 @@ def taken_over() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [stock_reverts_writes, gradients, ended, abandoned, taken_over], ids=lambda case: case.__name__
+    "case",
+    [stock_reverts_writes, gradients, ended, abandoned, of_size_zero, taken_over],
+    ids=lambda case: case.__name__,
 )
 def test_what_each_rank_checks(case: Any, two_ranks: Ranks) -> None:
     two_ranks.run(case)
