@@ -164,7 +164,7 @@ def refused(engine: Any, param: Any) -> None:
         (utils.safe_set_full_optimizer_state, good * float("nan"), "exp_avg", "finite"),
         (utils.safe_set_full_optimizer_state, -good, "exp_avg_sq", "below 0"),
         (utils.safe_set_full_optimizer_state, good[1:], "exp_avg", "expected the"),
-        (utils.safe_set_local_optimizer_state, good[1:], "exp_avg", "with its padding"),
+        (utils.safe_set_local_optimizer_state, good[1:], "exp_avg", "with padding"),
         (utils.safe_set_full_optimizer_state, good, "momentum_buffer", "'exp_avg', 'exp_avg_sq'"),
     ):
         with pytest.raises(ArgumentError, match=words):
