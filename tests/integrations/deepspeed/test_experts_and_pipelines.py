@@ -41,7 +41,7 @@ def mixture(way: str, stage: int) -> tuple[Any, ...]:
             out: Tensor = self.mix(x)[0]
             return out
 
-    model.extra = First()  # type: ignore[assignment]
+    model.add_module("extra", First())
     torch.manual_seed(10 + torch.distributed.get_rank())
     for name, param in model.named_parameters():
         if "deepspeed_experts" in name:

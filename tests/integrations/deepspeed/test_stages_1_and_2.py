@@ -155,6 +155,25 @@ def test_a_rank_without_gradients_steps_with_zeros(two_ranks: Ranks) -> None:
         assert distance(expected, found) < 1e-4
 
 
+def train_with_no_sync(way: str) -> dict[str, Tensor]:
+    """A backward that reduces nothing, one that reduces the sum, and a learning rate that changes."""
+    engine = Scenario({"precision": "fp32", "clip": CLIP_SOME, "zero": {"stage": 1}}).engine(*WAYS[way])
+    for step in range(6):
+        with engine.no_sync():
+            engine.backward(engine(step, 0))
+        engine.backward(engine(step, 1))
+        engine.step()
+        engine.optimizer.set_lr(3e-3 / (step + 2))
+    found = masters(engine)
+    end(engine)
+    return found
+
+
+def test_no_sync(two_ranks: Ranks) -> None:
+    expected, found = (two_ranks.run(train_with_no_sync, way)[0] for way in ("stock", "ours"))
+    assert distance(expected, found) < TOLERANCE
+
+
 # ---- parameters and state that a program writes ---------------------------------------------------------------------
 
 
