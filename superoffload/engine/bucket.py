@@ -110,6 +110,7 @@ class Shard:
     keeps_gradient: bool = False  # its gradient stays with the user even if others are freed (``p.main_grad``)
     sums_gradient: bool = False  # packing also sums the gradient's bits: version counters do not show every edit
     upper: UpperHalves | None = None  # of a split master: what is published of it, before delivery
+    apart: bool = False  # its master may have been written since the last step, so is perhaps not what is published
     windows: list[ref[NDArray[np.generic]]] = field(default_factory=list)  # onto its state, which a program may have
     block_sums: NDArray[np.float64] = field(init=False)
     sums_address: int = field(init=False)
@@ -138,7 +139,7 @@ class Shard:
         if not flat.numel():
             return flat
         words = flat.view(torch.int16 if flat.element_size() == 2 else torch.int32).numpy()
-        self.windows = [*filter(_is_alive, self.windows), ref(words)]
+        self.windows, self.apart = [*filter(_is_alive, self.windows), ref(words)], True
         return torch.from_numpy(words).view(flat.dtype)
 
     @property
@@ -153,7 +154,7 @@ class Shard:
 
     def write_masters(self, values: Tensor, at: int = 0) -> None:
         """Overwrites the masters from ``at`` on by flat float32 ``values``."""
-        stored = self.master[at : at + values.numel()]
+        stored, self.apart = self.master[at : at + values.numel()], True
         if self.upper is None:
             stored.copy_(values)
         else:
@@ -162,6 +163,7 @@ class Shard:
     def follow(self, published: Tensor) -> None:
         """Has the masters follow the parameter, which was written: flat ``published``."""
         self.write_masters(following(self.read_masters(), published))
+        self.apart = False
 
     def splits_master(self) -> None:
         """Begins with the published values as masters: ``master``, the remainders, must be zero."""
@@ -172,6 +174,15 @@ class Shard:
     def gradient_stays(self, *, kept: bool, summed: bool) -> None:
         """Says that the gradient stays with the user (``kept``) and that packing sums its bits (``summed``)."""
         self.keeps_gradient, self.sums_gradient = kept, summed
+
+    def may_be_written(self) -> None:
+        """Notes, as a step ends, that a program may have written the master before it."""
+        self.apart = self.apart or (bool(self.windows) and self.is_held)
+
+    def stepped(self) -> None:
+        """Counts a step, which publishes the master."""
+        self.steps += 1
+        self.apart = False
 
     def set_steps(self, steps: int) -> None:
         """Sets the number of steps, as a checkpoint has it."""

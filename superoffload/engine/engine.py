@@ -316,6 +316,8 @@ class Engine:
             self.schedule.observe(verdict)
             self._recorder.decided(verdict)
             self.speculator.withdraw()
+            for shard in self.shards:
+                shard.may_be_written()
             if verdict.found_inf:
                 self._stats.add(skipped_steps=1, buckets_skipped=self._take_back(BucketState.SKIPPED))
             else:
@@ -339,7 +341,7 @@ class Engine:
             self.finisher.finish(bucket, verdict.gradient_factor)
         self.last_step.take(on_host)
         for shard in self.inbox.shards():
-            shard.steps += 1
+            shard.stepped()
         self._stats.add(steps=1, clipped_steps=verdict.clip_coefficient < 1.0)
         self.speculator.count_journals()
         for bucket in on_host if later else ():

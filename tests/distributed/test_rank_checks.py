@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from superoffload.distributed.group import Gather, RankGroup, rank_timeout
 from superoffload.errors import ArgumentError
+from superoffload.host.tensors import local_of
 from tests.support.rank_faults import assert_found, train_until_error
 from tests.support.rank_processes import Net, error_of, flat_mesh, net, on_ranks, optimizer_of, shard, tokens_of
 
@@ -96,6 +98,41 @@ def test_what_one_rank_does_alone_is_named_by_all_and_none_steps(what: str, chec
     first, second = on_ranks(2, odd, what, check)
     assert re.match(f"RankError: .*{text}", first), first
     assert second.startswith("ArgumentError: lr=-1.0") if what == "negative lr" else first == second
+
+
+def write_masters(*, hold: bool) -> tuple[str, list[str]]:
+    """A program writes a master before a step that is skipped, and before one in which that has no gradient. Then a
+    publish is lost."""
+    model = sharded()
+    with optimizer_of(model, rank_check={"full": 1}) as optimizer:
+        weight, kept, digests = model.head.weight, [], []
+
+        def train(steps: range) -> None:
+            for step in steps:
+                optimizer.zero_grad()
+                model.loss(tokens_of(step, dist.get_rank())).backward()
+                if step in (3, 5):
+                    master = local_of(optimizer.state[weight]["master"] if step == 3 or not hold else kept[0])
+                    master.mul_(1.25)
+                    kept.extend([master] if hold else [])
+                if step == 3:
+                    local_of(weight.grad).fill_(torch.inf)
+                elif step == 5:
+                    weight.grad = None
+                optimizer.step()
+                digests.append(optimizer.state_digests()["published"])
+
+        train(range(7))
+        assert optimizer.stats()["skipped_steps"] == 1
+        local_of(weight).data.view(-1)[: dist.get_rank() + 1].view(torch.int32).add_(1)
+        return error_of(lambda: optimizer._ranks.session.check_everything()), digests
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_a_written_master_is_no_lost_publish(hold: bool) -> None:
+    for error, digests in on_ranks(2, partial(write_masters, hold=hold)):
+        assert re.match("RankError: .*the published parameter is not round", error)
+        assert digests[2] == digests[3], "nothing was skipped"
 
 
 def made_differently() -> list[str]:
