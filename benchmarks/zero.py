@@ -47,6 +47,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--stage", type=int, nargs="+", default=[3], choices=[1, 2, 3], help="of ZeRO; each measured")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="N", help="each measured")
+    parser.add_argument(
+        "--offload-param", action="store_true", help="stage 3 keeps parameters in host memory, and no other is measured"
+    )
     command.add_option(parser, "--rounds", type=int, default=8, help="turns of each contestant")
     command.add_option(parser, "--steps", type=int, default=3, help="per turn")
     return parser
@@ -60,6 +63,7 @@ class Workload(NamedTuple):
     rounds: int  # measured turns of each contestant
     steps: int  # per turn
     clip: float
+    offload_param: bool = False
 
 
 def measure_rank(workload: Workload) -> dict[str, Row]:
@@ -175,6 +179,8 @@ def _config(name: str, workload: Workload) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "steps_per_print": 10**9,
     }
+    if workload.offload_param:
+        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": False}
     if name != STOCK:
         config["superoffload"] = {"delivery": "on_demand" if name == LATER else "eager"}
     return config
@@ -194,11 +200,13 @@ def run(args: argparse.Namespace) -> Row:
     if find_spec("deepspeed") is None:
         raise ArgumentError("needs DeepSpeed: pip install deepspeed==0.19.8")
     sizes: tuple[int, int, int, int, int] = (64, 1, 16, 1, 1) if args.quick else (768, 4, 256, args.rounds, args.steps)
+    if args.offload_param and args.stage != [3]:
+        raise ArgumentError(f"--offload-param: --stage {' '.join(map(str, args.stage))}: expected 3 alone")
     rows: list[Row] = []
     cases = [(stage, ranks) for stage in args.stage for ranks in args.ranks]
     for stage, ranks in [(2, 1), (3, 1)] if args.quick else cases:
         for clip in CLIPS[:1] if args.quick else CLIPS:
-            workload = Workload(stage, *sizes, clip)
+            workload = Workload(stage, *sizes, clip, args.offload_param and stage == 3)
             with LocalRanks(ranks) as local:
                 found = local.run(measure_rank, workload, limit=900.0)
             for name in CONTESTANTS:
@@ -217,6 +225,7 @@ def _row(name: str, ranks: int, workload: Workload, found: Sequence[dict[str, Ro
     return {
         "name": name,
         "stage": workload.stage,
+        "offload_param": workload.offload_param,
         "ranks": ranks,
         "clip": workload.clip or None,
         "precision": "bf16",

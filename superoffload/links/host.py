@@ -89,11 +89,18 @@ class SynchronousLink:
     def unstage(self, bucket: Bucket) -> None:
         """Does nothing: no bucket is staged."""
 
+    def undone(self, bucket: Bucket) -> None:
+        """Does nothing: a speculated step wrote no parameter."""
+
     def step_ended(self, *, whole: bool) -> None:
         """Frees nothing, since no memory was kept for the step."""
 
     def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
         wait_until_ended(after)
+        if bucket.published is not None:  # the step wrote the parameters
+            here = zip(bucket.published, bucket.present, strict=True)
+            torch.autograd.graph.increment_version([target for target, present in here if present])
+            return _native.Completion.already_done()
         size = bucket.published_dtype.itemsize
         addresses, written = [0] * len(bucket.pieces), []
         targets, sources = [], []
@@ -198,14 +205,6 @@ class InPlaceLink(SynchronousLink):
         """Copies a gradient in memory that the step writes: a user may set a parameter as the gradient of another."""
         is_written = self._written.overlap(gradient) or self._state.overlap(gradient)
         return gradient.clone() if is_written else gradient
-
-    def deliver(self, bucket: Bucket, after: _native.Completion) -> _native.Completion:
-        if bucket.published is None:
-            return super().deliver(bucket, after)
-        wait_until_ended(after)
-        here = zip(bucket.published, bucket.present, strict=True)
-        torch.autograd.graph.increment_version([target for target, present in here if present])
-        return _native.Completion.already_done()
 
     def step_ended(self, *, whole: bool) -> None:
         """Lets go of gradients and parameters."""

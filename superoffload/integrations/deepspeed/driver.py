@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from superoffload.engine.bucket import Bucket, GroupHyper, Shard
+from superoffload.engine.bucket import Bucket, BucketState, GroupHyper, Piece, Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.options import EngineOptions
 from superoffload.engine.placement import Placer, Residency
 from superoffload.engine.verdict import Verdict
 from superoffload.errors import ArgumentError, KernelsUnavailable
+from superoffload.host.bits import same_but_for_nan
 from superoffload.host.memory import host_empty
 from superoffload.links.base import Link, PackTicket
 from superoffload.links.host import HostLink, SynchronousLink
@@ -29,15 +30,24 @@ from superoffload.links.host import HostLink, SynchronousLink
 class PartitionLink(SynchronousLink):
     """Packs gradients in place: the packed gradient is the partition in the flat buffer, so there is no second buffer.
 
-    Writers of the flat buffer must ``retract()`` the shard first. ``pin``: parameters are on a device. ``accelerator``
-    serves the buckets whose state and gradients are on it; this link owns it.
+    Writers of the flat buffer must ``retract()`` the shard first. ``pin``: parameters are on a device.
+    ``writes_partitions``: steps do so, also during backward. ``accelerator`` serves the buckets whose state and
+    gradients are on it; this link owns it.
     """
 
-    def __init__(self, gradient_of: Callable[[Shard], Tensor], *, pin: bool, accelerator: Link | None = None) -> None:
+    def __init__(
+        self,
+        gradient_of: Callable[[Shard], Tensor],
+        *,
+        pin: bool,
+        writes_partitions: bool,
+        accelerator: Link | None = None,
+    ) -> None:
         """Takes over ``accelerator``; with None no bucket's state is on a device."""
         super().__init__()
         self._gradient_of = gradient_of
         self._pin = pin
+        self._writes_partitions = writes_partitions
         self._accelerator: Link = accelerator or HostLink()  # one without buckets
 
     def prepare(self, buckets: Sequence[Bucket], *, anew: bool) -> None:
@@ -54,7 +64,13 @@ class PartitionLink(SynchronousLink):
             self._accelerator.received(bucket)
 
     def attach(self, bucket: Bucket) -> None:
-        gradients = [self._gradient_of(piece.shard)[piece.start : piece.start + piece.numel] for piece in bucket.pieces]
+        gradients = [_part(piece, self._gradient_of(piece.shard)) for piece in bucket.pieces]
+        # The upper half of a split master must stay where no writer of the parameter reaches it.
+        if self._writes_partitions and not (bucket.resident or bucket.splits_masters):
+            bucket.use_memory(
+                gradients=gradients, published=[_part(piece, piece.shard.target()) for piece in bucket.pieces]
+            )
+            return
         if self._pin:
             shadow = torch.empty(bucket.padded, dtype=bucket.published_dtype, pin_memory=True, device="cpu")
             self.pinned_bytes += shadow.nbytes
@@ -72,8 +88,20 @@ class PartitionLink(SynchronousLink):
             assert grad is None or grad.data_ptr() == address, "another gradient buffer"
         return self.pack_pieces(bucket, grads)
 
+    def undone(self, bucket: Bucket) -> None:
+        """Publishes the restored masters, whose rounded values the parameters were (``Shard.apart``)."""
+        if bucket.published is None:
+            return
+        for piece, target, present in zip(bucket.pieces, bucket.published, bucket.present, strict=True):
+            if present:
+                target.copy_(_part(piece, piece.shard.master))
+
     def close(self) -> None:
         self._accelerator.close()
+
+
+def _part(piece: Piece, flat: Tensor) -> Tensor:
+    return flat[piece.start : piece.start + piece.numel]
 
 
 # ---- DeepSpeed's "ratio" below 1 ------------------------------------------------------------------------------------
@@ -192,12 +220,17 @@ class PartitionDriver:
         hyper_of: Callable[[int], GroupHyper],
         *,
         pin: bool,
+        writes_partitions: bool,
         accelerator: Link | None = None,
     ) -> None:
+        """``writes_partitions``: steps do so, also during backward; readers must call ``deliver()`` first."""
+        self._writes_partitions = writes_partitions
         self.partitions = {partition.key: partition for partition in partitions}
         self.steps = [0] * sub_groups
         gradients = {partition.shard.index: partition.gradient for partition in partitions}
-        link = PartitionLink(lambda shard: gradients[shard.index], pin=pin, accelerator=accelerator)
+        link = PartitionLink(
+            lambda shard: gradients[shard.index], pin=pin, writes_partitions=writes_partitions, accelerator=accelerator
+        )
         residency: Residency | None = getattr(accelerator, "residency", None)
         placer = GivenPlaces(residency) if residency is not None else None
         self.engine = Engine(link, options, hyper_of, placer=placer)
@@ -219,7 +252,7 @@ class PartitionDriver:
 
     def final(self, partition: Partition, *, unscale: float, max_grad_norm: float | None) -> None:
         """Hands over a gradient in host memory that is most likely final: its bucket may be speculated."""
-        if self.engine.has_gradient(partition.shard):
+        if self.engine.has_gradient(partition.shard) or (partition.shard.apart and self._writes_partitions):
             return
         if not self.engine.is_filling:
             self.engine.speculator.expect(unscale=unscale, max_grad_norm=max_grad_norm)
@@ -277,14 +310,21 @@ class PartitionDriver:
     # ---- readers and writers --------------------------------------------------------------------------------------
 
     def deliver(self, keys: Sequence[int] | None = None) -> None:
-        """Brings the last step's values into the parameters' partitions. None: all of them."""
+        """Brings the last step's values into the parameters' partitions, and takes back what was speculated there.
+        None: all of them, none of which is speculated."""
         if keys is None:
             self.engine.last_step.land()
             return
         for key in keys:
             partition = self.partitions.get(key)
-            if partition is not None:
-                self.engine.last_step.land(partition.shard)
+            if partition is None:
+                continue
+            self.engine.last_step.land(partition.shard)
+            if self._writes_partitions and self._is_speculated(partition.shard):
+                self.engine.restore(partition.shard)
+
+    def _is_speculated(self, shard: Shard) -> bool:
+        return any(bucket.state is BucketState.SPECULATED for bucket, _ in self.engine.layout.places_of(shard))
 
     def settle(self, key: int) -> None:
         """Brings master and moments of a parameter to the last step's values, so that they may be written."""
@@ -296,7 +336,11 @@ class PartitionDriver:
         if partition is None:
             return
         self.settle(key)
-        partition.shard.follow(partition.shard.target().detach())
+        shard = partition.shard
+        published = shard.target().detach()
+        shard.follow(published)
+        if self._writes_partitions and shard.upper is None:  # of a tie's two neighbours, undone() publishes one
+            shard.apart = not same_but_for_nan(published, shard.master.to(published.dtype))
 
     def close(self) -> None:
         """Undoes what was speculated, delivers what was not delivered, ends the worker threads."""

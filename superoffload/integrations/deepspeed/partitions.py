@@ -33,7 +33,7 @@ class Readers:
         self,
         parameters: Iterable[Any],
         *,
-        before_gather: Callable[[list[Any]], None] | None,
+        before_use: Callable[[list[Any]], None] | None,
         after_update: Callable[[list[Any]], None],
     ) -> None:
         self._undo: list[tuple[Any, str, Any, Any]] = []
@@ -43,11 +43,11 @@ class Readers:
                 continue
             if waits_for_last:
                 self._wrap(parameter, "all_gather", _one_by_one(parameter, parameter.all_gather))
-            if before_gather is not None:
-                self._wrap(parameter, "all_gather", _gathering(parameter, parameter.all_gather, before_gather))
-                coalesced = _gathering(parameter, parameter.all_gather_coalesced, before_gather)
+            if before_use is not None:
+                self._wrap(parameter, "all_gather", _gathering(parameter, parameter.all_gather, before_use))
+                coalesced = _gathering(parameter, parameter.all_gather_coalesced, before_use)
                 self._wrap(parameter, "all_gather_coalesced", coalesced)
-            self._wrap(parameter, "partition", _updating(parameter, parameter.partition, after_update))
+            self._wrap(parameter, "partition", _updating(parameter, parameter.partition, before_use, after_update))
 
     def _wrap(self, parameter: Any, name: str, wrapper: Any) -> None:
         self._undo.append((parameter, name, getattr(parameter, name), wrapper))
@@ -119,11 +119,19 @@ def _gathering(parameter: Any, original: Callable[..., Any], before: Callable[[l
     return gather
 
 
-def _updating(parameter: Any, original: Callable[..., Any], after: Callable[[list[Any]], None]) -> Callable[..., Any]:
+def _updating(
+    parameter: Any,
+    original: Callable[..., Any],
+    before: Callable[[list[Any]], None] | None,
+    after: Callable[[list[Any]], None],
+) -> Callable[..., Any]:
     def partition(param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
         chosen = [parameter] if param_list is None else list(param_list)
+        updated = kwargs.get("has_been_updated") or (len(args) > 1 and args[1])
+        if updated and before is not None:
+            before(chosen)
         result = original(chosen, *args, **kwargs)
-        if kwargs.get("has_been_updated") or (len(args) > 1 and args[1]):
+        if updated:
             after(chosen)
         return result
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support.deepspeed.ranks import Ranks
-from tests.support.deepspeed.scenarios import CLIP_SOME, Scenario
+from tests.support.deepspeed.scenarios import CLIP_SOME, OFFLOADED, Scenario
 from tests.support.deepspeed.training import OURS, end, run_steps
 
 pytestmark = pytest.mark.in_turn("readers zero3")
@@ -147,7 +147,7 @@ def test_before_0_19_8_parameters_are_gathered_one_by_one(monkeypatch: pytest.Mo
             calls.append((param_list, async_op))
 
     one, other = Partitioned(), Partitioned()
-    readers = Readers([one, other], before_gather=None, after_update=lambda params: None)
+    readers = Readers([one, other], before_use=None, after_update=lambda params: None)
     one.all_gather()
     one.all_gather(param_list=[one, other])
     one.all_gather([one, other], async_op=True)
@@ -256,3 +256,58 @@ def test_a_written_parameter_is_not_reverted(form: dict[str, Any], two_ranks: Ra
         assert torch.equal(after[0].view(-1)[5:], before[0].view(-1)[5:]), "untouched elements keep their extra bits"
         assert all(torch.equal(a, b) for a, b in zip(after[1:], before[1:], strict=True))
     assert [rank[2] for rank in eager] == [rank[2] for rank in later]
+
+
+# ---- parameters in host memory ("offload_param"), which a speculated step writes where they are ----------------------
+
+
+def use_in_place(options: dict[str, Any], zero: dict[str, Any]) -> tuple[dict[str, list[Tensor]], Any, Any]:
+    """A program reads and writes parameters while a step is speculated, writes a master, and has steps skipped."""
+    import deepspeed
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    infinite = (0, 0, float("inf"))
+    scenario = Scenario({"clip": CLIP_SOME, "zero": zero}, groups=True, poison={4: infinite, 6: infinite})
+    engine = scenario.engine(OURS, options)
+    scenario.train(engine, range(3))  # the first steps are checked in full
+    seen = {"before": _gathered(engine)}
+    engine.backward(scenario.loss_of(engine, 3, 0))
+    for bucket in engine.optimizer.parts.driver.engine.buckets:  # until it is in the partitions
+        assert bucket.running is None or bucket.running.wait(60.0)
+    seen["amid"] = _gathered(engine)
+    engine.step()
+    seen["stepped"] = _gathered(engine)
+    scenario.train(engine, range(4, 5))
+    seen["skipped"] = _gathered(engine)
+    engine.backward(scenario.loss_of(engine, 5, 0))
+    with deepspeed.zero.GatheredParameters([_params(engine)[5]], modifier_rank=0):
+        if torch.distributed.get_rank() == 0:
+            _params(engine)[5].data.view(-1)[:5] = 0.375
+    engine.optimizer.zero_grad()
+    seen["written"] = _gathered(engine)
+    safe_set_full_fp32_param(_params(engine)[3], torch.full((40, 50), 0.1))
+    scenario.train(engine, range(6, 7))
+    seen["apart"] = _gathered(engine)
+    scenario.train(engine, range(7, 9))
+    found = seen, engine.optimizer.state_digests(), engine.optimizer.stats()
+    end(engine)
+    return found
+
+
+@pytest.mark.parametrize("form", [{}, {"state_dtype": "8bit"}, {"master_dtype": "split"}], ids=str)
+def test_a_step_in_place_is_not_seen_before_its_verdict(form: dict[str, Any], two_ranks: Ranks) -> None:
+    expected = two_ranks.run(use_in_place, {**WAITING, **form}, {})
+    for options in (EAGER, LATER, WAITING_LATER):
+        found = two_ranks.run(use_in_place, {**options, **form}, OFFLOADED)
+        for (values, digests, stats), (others, other_digests, other_stats) in zip(expected, found, strict=True):
+            for name, tensors in values.items():
+                assert all(torch.equal(a, b) for a, b in zip(tensors, others[name], strict=True)), name
+            assert digests == other_digests
+            assert (other_stats["buckets_undone"] > 2) == (options["speculation"] == "always"), "nothing was tested"
+            saved = stats["host_bytes"] - other_stats["host_bytes"]
+            if options["speculation"] == "never" and not form:  # no journals
+                assert saved >= 2 * 3600, "there is a second copy"
+    for values, _, _ in expected:
+        for one, other in (("before", "amid"), ("stepped", "skipped"), ("written", "apart")):
+            assert all(torch.equal(a, b) for a, b in zip(values[one], values[other], strict=True))
+        assert not torch.equal(values["before"][0], values["stepped"][0])

@@ -18,7 +18,7 @@ from tests.support.deepspeed.training import OURS, STOCK, Small, batch, config, 
 
 STEPS = 8
 TOLERANCE = STEPS * 10 * 2.0**-24  # as in test_against_stock.py
-OF_STAGE_3 = ("small sub-groups", "persistent parameters", "parameters offloaded")
+OF_STAGE_3 = ("small sub-groups", "persistent parameters", "parameters offloaded", "parameters offloaded, not finite")
 WRONG_IN_STOCK = ("two backwards",)
 # DeepSpeed 0.18 steps with NaN in bf16, accumulates in bf16, and has no unmanaged accumulation.
 OF_NEW_VERSIONS = (

@@ -64,6 +64,7 @@ def warm_up(engine: Any, step: int) -> None:
 
 
 INF = {3: (1, 3, float("inf")), 7: (0, 0, float("nan"))}
+OFFLOADED = {"offload_param": {"device": "cpu", "pin_memory": False}}
 HUGE = {3: (1, 3, 1e30), 7: (0, 0, float("nan"))}
 
 SCENARIOS: dict[str, Scenario] = {
@@ -100,9 +101,10 @@ SCENARIOS: dict[str, Scenario] = {
     "groups that change": Scenario({"clip": CLIP_SOME}, groups=True, before_step=warm_up),
     "small sub-groups": Scenario({"clip": CLIP_SOME, "zero": {"sub_group_size": 1000}}),
     "persistent parameters": Scenario({"clip": CLIP_SOME, "zero": {"stage3_param_persistence_threshold": 3000}}),
-    "parameters offloaded": Scenario(
-        {"clip": CLIP_SOME, "zero": {"offload_param": {"device": "cpu", "pin_memory": False}}}
-    ),
+    "parameters offloaded": Scenario({"clip": CLIP_SOME, "zero": OFFLOADED}),
+    "parameters offloaded, not finite": Scenario(
+        {"clip": CLIP_SOME, "zero": OFFLOADED}, groups=True, poison={3: (0, 0, float("inf")), 7: (0, 0, float("nan"))}
+    ),  # the other group's bucket is speculated before that gradient comes
     "L2": Scenario({"clip": CLIP_SOME, "optimizer": {"adam_w_mode": False}, "kind": "Adam"}),
     "frozen parameters": Scenario({"clip": CLIP_SOME}, frozen=(2, 5)),
     "no reduce-scatter": Scenario({"clip": CLIP_SOME, "zero": {"reduce_scatter": False}}),

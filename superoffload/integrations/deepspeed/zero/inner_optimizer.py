@@ -345,15 +345,20 @@ class SavedState:
         whole = self._layout.numel(param)
         if value.numel() != whole:
             raise ArgumentError(f"value: {value.numel()} elements, expected the {whole} of the parameter")
-        name, shard = _name(moment), self._settled(param).shard
-        _overwrite(shard, name, value.flatten()[shard.offset : shard.offset + shard.numel])
+        partition = self._settled(param)
+        offset = partition.shard.offset
+        self._overwrite(partition, _name(moment), value.flatten()[offset : offset + partition.shard.numel])
 
     def write_part(self, param: Any, moment: str | None, value: Tensor) -> None:
         """Overwrites a moment (None: the master) by this rank's partition, with its padding."""
         if value.numel() != param.ds_tensor.numel():
             raise ArgumentError(f"value: {value.numel()} elements, expected {param.ds_tensor.numel()}, with padding")
-        name, shard = _name(moment), self._settled(param).shard
-        _overwrite(shard, name, value.flatten()[: shard.numel])
+        partition = self._settled(param)
+        self._overwrite(partition, _name(moment), value.flatten()[: partition.shard.numel])
+
+    def _overwrite(self, partition: Partition, name: str, values: Tensor) -> None:
+        check_values(partition.shard, name, values)
+        overwrite(partition.shard, name, values)
 
     def _settled(self, param: Any) -> Partition:
         """Brings one parameter's master and moments to the last finished step, so that they may be written."""
@@ -407,8 +412,3 @@ def _name(moment: str | None) -> str:
     if moment not in MOMENTS:
         raise ArgumentError(f"optim_state_key={moment!r}: expected one of {', '.join(map(repr, MOMENTS))}")
     return moment
-
-
-def _overwrite(shard: Shard, name: str, values: Tensor) -> None:
-    check_values(shard, name, values)
-    overwrite(shard, name, values)

@@ -34,6 +34,7 @@ class Stage1And2Layout:
 
     resident: frozenset[int] = frozenset()
     keeps_norm_scale = True
+    written_in_place = False  # forward reads parameters where they are
     gathered = None
 
     def __init__(self, stock: Any) -> None:

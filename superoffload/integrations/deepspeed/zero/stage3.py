@@ -43,6 +43,10 @@ class Stage3Layout:
         self._stock = stock
         self.ranks = stock.dp_process_group
         self.resident = resident_sub_groups(stock.subgroup_to_device)
+        # A rank alone, on processors, computes with the partitions themselves.
+        self.written_in_place = bool(stock.offload_param) and not (
+            dist.get_world_size(self.ranks) == 1 and get_accelerator().device_name() == "cpu"
+        )
         self._wholes: list[tuple[Any, Tensor]] = []  # parameters, with what stands for them in the rank checks
 
     @property
@@ -145,9 +149,10 @@ class SpeculativeStage3(Speculative, DeepSpeedZeroOptimizer_Stage3):
         layout = Stage3Layout(stock)
         check_groups_alike(trained(layout), self.dp_process_group)
         self.begin(stock, layout, boundary_is_told=told)
+        late = self.parts.on_demand or layout.written_in_place
         self._readers = Readers(
             self.module.parameters(),
-            before_gather=(lambda params: self.parts.deliver(params)) if self.parts.on_demand else None,
+            before_use=(lambda params: self.parts.deliver(params)) if late else None,
             after_update=lambda params: self.parts.take_over(params),
         )
 

@@ -65,6 +65,7 @@ class Layout(Protocol):
 
     ranks: Any  # the process group of all ranks that act on one verdict
     resident: frozenset[int]  # sub-groups whose state is on the accelerator
+    written_in_place: bool  # steps may write parameters during backward: what gathers them can be told before
     keeps_norm_scale: bool  # stock divides the norm by the loss scale of the window, not by the next one
 
     @property
