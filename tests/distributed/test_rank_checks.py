@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from superoffload.distributed.group import Gather, RankGroup, rank_timeout
 from superoffload.errors import ArgumentError
@@ -105,7 +106,7 @@ def write_masters(*, hold: bool) -> tuple[str, list[str]]:
     publish is lost."""
     model = sharded()
     with optimizer_of(model, rank_check={"full": 1}) as optimizer:
-        weight, kept, digests = model.head.weight, [], []
+        weight, kept, digests = model.head.weight, list[Tensor](), list[str]()
 
         def train(steps: range) -> None:
             for step in steps:
@@ -116,6 +117,7 @@ def write_masters(*, hold: bool) -> tuple[str, list[str]]:
                     master.mul_(1.25)
                     kept.extend([master] if hold else [])
                 if step == 3:
+                    assert weight.grad is not None
                     local_of(weight.grad).fill_(torch.inf)
                 elif step == 5:
                     weight.grad = None
@@ -125,7 +127,9 @@ def write_masters(*, hold: bool) -> tuple[str, list[str]]:
         train(range(7))
         assert optimizer.stats()["skipped_steps"] == 1
         local_of(weight).data.view(-1)[: dist.get_rank() + 1].view(torch.int32).add_(1)
-        return error_of(lambda: optimizer._ranks.session.check_everything()), digests
+        session = optimizer._ranks.session
+        assert session is not None
+        return error_of(session.check_everything), digests
 
 
 @pytest.mark.parametrize("hold", [False, True])

@@ -320,11 +320,9 @@ class PartitionDriver:
             if partition is None:
                 continue
             self.engine.last_step.land(partition.shard)
-            if self._writes_partitions and self._is_speculated(partition.shard):
+            buckets = self.engine.layout.buckets_of(partition.shard)
+            if any(bucket.published and bucket.state is BucketState.SPECULATED for bucket in buckets):
                 self.engine.restore(partition.shard)
-
-    def _is_speculated(self, shard: Shard) -> bool:
-        return any(bucket.state is BucketState.SPECULATED for bucket, _ in self.engine.layout.places_of(shard))
 
     def settle(self, key: int) -> None:
         """Brings master and moments of a parameter to the last step's values, so that they may be written."""

@@ -142,7 +142,6 @@ class WindowEnd:
         Masters may have been stepped already with a gradient that is not finite."""
         if self._weights_are_checked:
             return
-        self._driver.deliver(list(self._driver.partitions))
         for partition in self._driver.partitions.values():
             shard = partition.shard
             bad = shard.numel - int(torch.isfinite(shard.target()).sum())
