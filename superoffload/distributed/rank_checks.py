@@ -273,13 +273,10 @@ def crc(tensor: Tensor, start: int = 0) -> int:
 
 
 def is_published(held: Held, stride: int = 1, phase: int = 0) -> bool:
-    """Tells whether the published part is round(master), in every ``stride``-th element from ``phase``. It need not
-    be where a program has written the master since the last step."""
-    if held.shard.apart:
-        return True
+    """Tells whether the published part is round(master), in every ``stride``-th element from ``phase``."""
     masters = held.shard.read_masters(phase, stride)
     published = held.shard.target()[phase::stride].to(masters.device)
-    if same_but_for_nan(published, masters.to(published.dtype)):
+    if held.shard.apart or same_but_for_nan(published, masters.to(published.dtype)):
         return True
     return bool((is_rounded(published, masters) | (published.isnan() & masters.isnan())).all())
 

@@ -175,15 +175,6 @@ class Shard:
         """Says that the gradient stays with the user (``kept``) and that packing sums its bits (``summed``)."""
         self.keeps_gradient, self.sums_gradient = kept, summed
 
-    def may_be_written(self) -> None:
-        """Notes, as a step ends, that a program may have written the master before it."""
-        self.apart = self.apart or (bool(self.windows) and self.is_held)
-
-    def stepped(self) -> None:
-        """Counts a step, which publishes the master."""
-        self.steps += 1
-        self.apart = False
-
     def set_steps(self, steps: int) -> None:
         """Sets the number of steps, as a checkpoint has it."""
         self.steps = steps
@@ -224,6 +215,10 @@ class Piece:
     def __post_init__(self) -> None:
         object.__setattr__(self, "sums_address", self.shard.sums_address + 8 * (self.start // BLOCK))
         object.__setattr__(self, "sums", (self.sums_address, -(-self.numel // BLOCK)))
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Returns its elements of a flat tensor over the shard."""
+        return flat[self.start : self.start + self.numel]
 
 
 class ResidentWork:
@@ -378,11 +373,6 @@ class Bucket:
         self.move(BucketState.SPECULATED)
         return None
 
-    def mark_withdrawn(self) -> None:
-        """Notes that the operation never ran; the gradient may still be on its way."""
-        self.running, self.doing = self.arrival, None
-        self.why_not_speculated = "no worker thread had begun it by the verdict, or when a clip was certain"
-
     def freeze(self, hyper: GroupHyper, factor: float) -> None:
         """Fixes the scalars that the bucket is stepped with and that an undo needs."""
         ahead = 1 if hyper.bias_correction else _CORRECTED_BY_ONE
@@ -413,6 +403,13 @@ class Bucket:
         for piece in self.pieces:
             if piece.shard.upper is not None:
                 piece.shard.upper.move_in(piece.start, self.shadow[piece.offset : piece.offset + piece.numel])
+
+    def publish_restored(self) -> None:
+        """Where a step has written parameters, publishes the masters that its undo has restored, whose rounded values
+        these parameters were before (``Shard.apart``)."""
+        for piece, target, present in zip(self.pieces, self.published or (), self.present, strict=False):
+            if present:
+                target.copy_(piece.of(piece.shard.master))
 
     def use_memory(
         self,

@@ -120,7 +120,7 @@ class Engine:
         ``more_to_come``: it is not final; ``add()`` gets the rest, and until then its buckets are not speculated.
         """
         if more_to_come and shard.index not in self.inbox.arrived:
-            self.inbox.expect_more([shard.index])
+            self.inbox.unfinished.add(shard.index)
         elif in_backward:
             self.executor.stopwatch.gradient()
         self.arrive_together([(shard, gradient)], in_backward=in_backward)
@@ -169,7 +169,7 @@ class Engine:
             for bucket, _ in places:
                 if bucket.state is BucketState.SPECULATED:
                     # The bucket's gradients were not whole. More will most likely be added to its other shards too.
-                    self.inbox.expect_more(piece.shard.index for piece in bucket.stepped_pieces())
+                    self.inbox.unfinished.update(piece.shard.index for piece in bucket.stepped_pieces())
                     self.speculator.undo(bucket)
             self._abandon_what_is_lost()
             self.executor.raise_failure()
@@ -178,9 +178,9 @@ class Engine:
             self.packer.add(places, ours)
             self.speculator.count_anew([bucket for bucket, _ in places])
         if more_to_come:
-            self.inbox.expect_more([shard.index])
+            self.inbox.unfinished.add(shard.index)
             return
-        self.inbox.expect_no_more(shard)
+        self.inbox.unfinished.discard(shard.index)
         for bucket, _ in places:
             if bucket.state is BucketState.READY and bucket.missing == 0:
                 self.speculator.consider(bucket)
@@ -316,8 +316,8 @@ class Engine:
             self.schedule.observe(verdict)
             self._recorder.decided(verdict)
             self.speculator.withdraw()
-            for shard in self.shards:
-                shard.may_be_written()
+            for shard in self.shards:  # a program that holds the master may have written it
+                shard.apart = shard.apart or (bool(shard.windows) and shard.is_held)
             if verdict.found_inf:
                 self._stats.add(skipped_steps=1, buckets_skipped=self._take_back(BucketState.SKIPPED))
             else:
@@ -341,7 +341,7 @@ class Engine:
             self.finisher.finish(bucket, verdict.gradient_factor)
         self.last_step.take(on_host)
         for shard in self.inbox.shards():
-            shard.stepped()
+            shard.steps, shard.apart = shard.steps + 1, False
         self._stats.add(steps=1, clipped_steps=verdict.clip_coefficient < 1.0)
         self.speculator.count_journals()
         for bucket in on_host if later else ():

@@ -64,7 +64,8 @@ class Executor:
         """Takes back the operation on ``bucket``; returns False if a worker has begun it."""
         if bucket.running is None or not self.pool.withdraw(bucket.running):
             return False
-        bucket.mark_withdrawn()
+        bucket.running, bucket.doing = bucket.arrival, None  # the gradient may still be on its way
+        bucket.why_not_speculated = "no worker thread had begun it by the verdict, or when a clip was certain"
         return True
 
     def wait(self, bucket: Bucket) -> bool:

@@ -39,10 +39,6 @@ class Inbox:
         """Returns the shards with a gradient, in registration order."""
         return [shard for shard in self._layout.shards if shard.index in self.arrived]
 
-    def gradient_of(self, shard: Shard) -> Tensor | None:
-        """Returns the gradient that arrived; None where all of it was packed and let go."""
-        return self.arrived.get(shard.index)
-
     @property
     def has_released(self) -> bool:
         """Returns whether any gradient was packed and let go."""
@@ -97,10 +93,6 @@ class Inbox:
         if shard.index in self._order:
             self._order.remove(shard.index)
 
-    def release(self, shard: Shard) -> None:
-        """Drops a gradient that was packed wholly: nothing reads it again."""
-        self.arrived[shard.index] = None
-
     def counts_on(self, bucket: Bucket) -> bool:
         """Returns whether the step needs the packed gradient of ``bucket``, as it may be the only copy."""
         if bucket.state is BucketState.READY:
@@ -108,15 +100,6 @@ class Inbox:
         return bucket.state is BucketState.FILLING and any(
             self.arrived[piece.shard.index] is None for piece in bucket.stepped_pieces()
         )
-
-    # ---- gradients that are not final -------------------------------------------------------------------------
-
-    def expect_more(self, indices: Iterable[int]) -> None:
-        """Notes that more will be added to the gradients of these shards before the step ends."""
-        self.unfinished.update(indices)
-
-    def expect_no_more(self, shard: Shard) -> None:
-        self.unfinished.discard(shard.index)
 
     # ---- other buckets, the end of the step -------------------------------------------------------------------
 
@@ -176,8 +159,8 @@ class Packer:
         for piece in bucket.stepped_pieces():
             shard = piece.shard
             filling = (other.state is BucketState.FILLING for other in self._layout.buckets_of(shard))
-            if self._inbox.gradient_of(shard) is not None and not any(filling):
-                self._inbox.release(shard)
+            if self._inbox.arrived.get(shard.index) is not None and not any(filling):
+                self._inbox.arrived[shard.index] = None
                 self._listener.packed(shard)
 
     # ---- on its way ------------------------------------------------------------------------------
@@ -213,17 +196,17 @@ class Packer:
 
     def gradient_is(self, shard: Shard, gradient: Tensor) -> bool:
         """Returns whether the gradient that arrived has the bits of ``gradient``."""
-        arrived = self._inbox.gradient_of(shard)
+        arrived = self._inbox.arrived.get(shard.index)
         for bucket, place in self._layout.places_of(shard):
             piece = bucket.pieces[place]
-            theirs = gradient[piece.start : piece.start + piece.numel]
+            theirs = piece.of(gradient)
             if arrived is None or bucket.state is not BucketState.FILLING:
                 # What arrived may have been overwritten since it was packed, or is gone.
                 if bucket.arrival is not None:
                     wait_until_ended(bucket.arrival)  # if it was lost, decide() says so
                 ours = _packed(bucket, piece)
             else:
-                ours = arrived.detach().view(-1)[piece.start : piece.start + piece.numel]
+                ours = piece.of(arrived.detach().view(-1))
                 if ours.data_ptr() == theirs.data_ptr() and ours.dtype == theirs.dtype:
                     continue  # it is what will be packed
             # Packed in host memory; in fp32, which holds every other type, where that of its bucket is.
@@ -234,7 +217,7 @@ class Packer:
     def packed_sums(self, shard: Shard) -> list[tuple[Piece, Sums]] | None:
         """Returns the sums of the packed bits, piece by piece; None if any piece has none or must be packed again."""
         found = []
-        again = self._inbox.gradient_of(shard) is not None  # else only what was packed is left of it
+        again = self._inbox.arrived.get(shard.index) is not None  # else only what was packed is left of it
         for bucket, place in self._layout.places_of(shard):
             sums = bucket.bit_sums.get(bucket.pieces[place])
             if sums is None or (again and bucket.state is BucketState.FILLING):
@@ -249,7 +232,7 @@ class Packer:
                 piece = bucket.pieces[place]
                 assert bucket.packed is not None
                 _await(bucket.packed)
-                into[piece.start : piece.start + piece.numel].copy_(_packed(bucket, piece))
+                piece.of(into).copy_(_packed(bucket, piece))
             if into.is_cuda:  # before anything is packed over it
                 torch.cuda.current_stream(into.device).synchronize()
 
@@ -260,7 +243,7 @@ class Packer:
         for bucket, place in places:
             piece = bucket.pieces[place]
             packed = _packed(bucket, piece)
-            total = packed + addend[piece.start : piece.start + piece.numel]
+            total = packed + piece.of(addend)
             _native.pack(
                 gradient=total.data_ptr(),
                 packed=packed.data_ptr(),

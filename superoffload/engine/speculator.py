@@ -150,7 +150,7 @@ class Speculator:
         for bucket in undone:
             self._link.unstage(bucket)
             self._executor.wait(bucket)
-            self._link.undone(bucket)
+            bucket.publish_restored()
         return len(undone)
 
     def withdraw(self) -> None:
@@ -165,7 +165,7 @@ class Speculator:
 
     def _mark_undone(self, bucket: Bucket) -> None:
         self._link.unstage(bucket)
-        self._link.undone(bucket)
+        bucket.publish_restored()
         bucket.work.release_journal()
         bucket.move(BucketState.UNDONE)
         bucket.why_not_speculated = bucket.why_not_speculated or "it was stepped and undone"

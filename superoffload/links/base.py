@@ -79,9 +79,6 @@ class Link(Protocol):
         """Discards staged parameters, because the verdict changed the values. Nothing reads the shadow for them when it
         returns."""
 
-    def undone(self, bucket: Bucket) -> None:
-        """Notes that workers have undone a speculated step: parameters that it wrote must be as before, too."""
-
     def has_staged(self, bucket: Bucket) -> bool:
         """Returns whether new parameters of ``bucket`` are staged, or on their way, and were not discarded: their
         delivery is a copy on the device."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from superoffload import _native
-from superoffload.engine.bucket import ELEMENT_TYPES, Bucket, Piece
+from superoffload.engine.bucket import ELEMENT_TYPES, Bucket
 from superoffload.host.bits import BitSums, SumsInMemory
 from superoffload.host.memory import host_empty
 from superoffload.links.base import PackTicket, wait_until_ended
@@ -89,9 +89,6 @@ class SynchronousLink:
     def unstage(self, bucket: Bucket) -> None:
         """Does nothing: no bucket is staged."""
 
-    def undone(self, bucket: Bucket) -> None:
-        """Does nothing: a speculated step wrote no parameter."""
-
     def step_ended(self, *, whole: bool) -> None:
         """Frees nothing, since no memory was kept for the step."""
 
@@ -113,7 +110,7 @@ class SynchronousLink:
                 addresses[i] = address + size * piece.start
                 written.append(shard.parameter)
             else:
-                targets.append(shard.target()[piece.start : piece.start + piece.numel])
+                targets.append(piece.of(shard.target()))
                 sources.append(bucket.shadow[piece.offset : piece.offset + piece.numel])
         self.bytes_up += size * sum([piece.numel for piece in bucket.stepped_pieces()])
         if written:
@@ -190,10 +187,10 @@ class InPlaceLink(SynchronousLink):
     def pack(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> PackTicket:
         """Sums the squares of the gradients; they must stay as they are until the bucket is delivered."""
         if not self._targets:
-            self._targets = {each: list(map(_target, each.pieces)) for each in self._buckets}
+            self._targets = {each: [piece.of(piece.shard.target()) for piece in each.pieces] for each in self._buckets}
             self._written = AddressRanges(target for targets in self._targets.values() for target in targets)
         gradients = [
-            None if grad is None else self._unwritten(grad.detach().view(-1)[piece.start : piece.start + piece.numel])
+            None if grad is None else self._unwritten(piece.of(grad.detach().view(-1)))
             for piece, grad in zip(bucket.pieces, grads, strict=True)
         ]
         bucket.use_memory(gradients=gradients, published=None if bucket.splits_masters else self._targets[bucket])
@@ -212,10 +209,6 @@ class InPlaceLink(SynchronousLink):
             bucket.let_go()
         self._held.clear()
         self._targets.clear()
-
-
-def _target(piece: Piece) -> Tensor:
-    return piece.shard.target()[piece.start : piece.start + piece.numel]
 
 
 class AddressRanges:

@@ -121,7 +121,7 @@ class TrackedGradient:
             yield self.sums, flat
             return
         for piece, sums in packed_sums(self._shard) or ():
-            yield sums, flat.to(self._shard.gradient_dtype)[piece.start : piece.start + piece.numel]
+            yield sums, piece.of(flat.to(self._shard.gradient_dtype))
 
     # ---- packed and freed -------------------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ def shows_what_it_stages(link: VirtualLink, bucket: Any, after: Any) -> None:
     def copy() -> None:
         for piece in bucket.stepped_pieces():
             source = bucket.shadow[piece.offset : piece.offset + piece.numel]
-            piece.shard.target()[piece.start : piece.start + piece.numel].copy_(source)
+            piece.of(piece.shard.target()).copy_(source)
 
     when_done(after, lambda: None if after.error else copy())
 
@@ -91,7 +91,7 @@ def withdraws_too_much(speculator: Speculator) -> None:
     """Takes for waiting what has begun."""
     for bucket in speculator._layout.buckets:
         if bucket.state is BucketState.SPECULATED:
-            bucket.mark_withdrawn()
+            bucket.running, bucket.doing = bucket.arrival, None
             speculator._mark_undone(bucket)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from superoffload.engine.bucket import Bucket, BucketState, GroupHyper, Piece, Shard
+from superoffload.engine.bucket import Bucket, BucketState, GroupHyper, Shard
 from superoffload.engine.engine import Engine
 from superoffload.engine.options import EngineOptions
 from superoffload.engine.placement import Placer, Residency
@@ -30,23 +30,16 @@ from superoffload.links.host import HostLink, SynchronousLink
 class PartitionLink(SynchronousLink):
     """Packs gradients in place: the packed gradient is the partition in the flat buffer, so there is no second buffer.
 
-    Writers of the flat buffer must ``retract()`` the shard first. ``pin``: parameters are on a device.
-    ``writes_partitions``: steps do so, also during backward. ``accelerator`` serves the buckets whose state and
-    gradients are on it; this link owns it.
+    Writers of the flat buffer must ``retract()`` the shard first. ``writes_partitions``: steps do so, also during
+    backward. ``accelerator`` serves the buckets whose state and gradients are on it; this link owns it.
     """
 
     def __init__(
-        self,
-        gradient_of: Callable[[Shard], Tensor],
-        *,
-        pin: bool,
-        writes_partitions: bool,
-        accelerator: Link | None = None,
+        self, gradients: Mapping[int, Tensor], *, writes_partitions: bool, accelerator: Link | None = None
     ) -> None:
-        """Takes over ``accelerator``; with None no bucket's state is on a device."""
+        """Takes gradients by the shard's index, and ``accelerator``; with None no bucket's state is on a device."""
         super().__init__()
-        self._gradient_of = gradient_of
-        self._pin = pin
+        self._gradients = gradients
         self._writes_partitions = writes_partitions
         self._accelerator: Link = accelerator or HostLink()  # one without buckets
 
@@ -64,14 +57,12 @@ class PartitionLink(SynchronousLink):
             self._accelerator.received(bucket)
 
     def attach(self, bucket: Bucket) -> None:
-        gradients = [_part(piece, self._gradient_of(piece.shard)) for piece in bucket.pieces]
+        gradients = [piece.of(self._gradients[piece.shard.index]) for piece in bucket.pieces]
         # The upper half of a split master must stay where no writer of the parameter reaches it.
-        if self._writes_partitions and not (bucket.resident or bucket.splits_masters):
-            bucket.use_memory(
-                gradients=gradients, published=[_part(piece, piece.shard.target()) for piece in bucket.pieces]
-            )
-            return
-        if self._pin:
+        if self._writes_partitions and not bucket.splits_masters:
+            published = [piece.of(piece.shard.target()) for piece in bucket.pieces]
+            return bucket.use_memory(gradients=gradients, published=published)
+        if bucket.pieces[0].shard.target().device.type != "cpu":
             shadow = torch.empty(bucket.padded, dtype=bucket.published_dtype, pin_memory=True, device="cpu")
             self.pinned_bytes += shadow.nbytes
         else:
@@ -88,20 +79,8 @@ class PartitionLink(SynchronousLink):
             assert grad is None or grad.data_ptr() == address, "another gradient buffer"
         return self.pack_pieces(bucket, grads)
 
-    def undone(self, bucket: Bucket) -> None:
-        """Publishes the restored masters, whose rounded values the parameters were (``Shard.apart``)."""
-        if bucket.published is None:
-            return
-        for piece, target, present in zip(bucket.pieces, bucket.published, bucket.present, strict=True):
-            if present:
-                target.copy_(_part(piece, piece.shard.master))
-
     def close(self) -> None:
         self._accelerator.close()
-
-
-def _part(piece: Piece, flat: Tensor) -> Tensor:
-    return flat[piece.start : piece.start + piece.numel]
 
 
 # ---- DeepSpeed's "ratio" below 1 ------------------------------------------------------------------------------------
@@ -219,7 +198,6 @@ class PartitionDriver:
         options: EngineOptions,
         hyper_of: Callable[[int], GroupHyper],
         *,
-        pin: bool,
         writes_partitions: bool,
         accelerator: Link | None = None,
     ) -> None:
@@ -228,9 +206,7 @@ class PartitionDriver:
         self.partitions = {partition.key: partition for partition in partitions}
         self.steps = [0] * sub_groups
         gradients = {partition.shard.index: partition.gradient for partition in partitions}
-        link = PartitionLink(
-            lambda shard: gradients[shard.index], pin=pin, writes_partitions=writes_partitions, accelerator=accelerator
-        )
+        link = PartitionLink(gradients, writes_partitions=writes_partitions, accelerator=accelerator)
         residency: Residency | None = getattr(accelerator, "residency", None)
         placer = GivenPlaces(residency) if residency is not None else None
         self.engine = Engine(link, options, hyper_of, placer=placer)
@@ -337,7 +313,7 @@ class PartitionDriver:
         shard = partition.shard
         published = shard.target().detach()
         shard.follow(published)
-        if self._writes_partitions and shard.upper is None:  # of a tie's two neighbours, undone() publishes one
+        if self._writes_partitions and shard.upper is None:  # of a tie's two neighbours, an undo publishes one
             shard.apart = not same_but_for_nan(published, shard.master.to(published.dtype))
 
     def close(self) -> None:

@@ -379,9 +379,6 @@ class CudaLink:
         if self._pipeline.unstage(self._buckets[bucket]):  # it has travelled, and is discarded
             self.bytes_up += sum(_nbytes(piece.numel, bucket.published_dtype) for piece in bucket.stepped_pieces())
 
-    def undone(self, bucket: Bucket) -> None:
-        """Does nothing: what is staged was discarded."""
-
     def step_ended(self, *, whole: bool) -> None:
         self._staged.clear()
         self._blocks.step_ended(pending=self._targets, whole=whole)

@@ -184,7 +184,6 @@ def assemble(stock: Stock, layout: Layout, options: Options, *, boundary_is_told
         len(layout.groups),
         EngineOptions(options.speculation, options.bucket_numel, cpus),
         inner.hyper,
-        pin=any(flat.device.type != "cpu" for flat in published),
         writes_partitions=layout.written_in_place,
         accelerator=accelerator,
     )
