@@ -278,6 +278,7 @@ def use_in_place(
     engine.backward(scenario.loss_of(engine, 3, 0))
     for bucket in engine.optimizer.parts.driver.engine.buckets:  # until it is in the partitions
         assert bucket.running is None or bucket.running.wait(60.0)
+    seen["kept"] = [_params(engine)[6].detach().clone()]  # which is not gathered for it
     seen["amid"] = _gathered(engine)
     engine.step()
     seen["stepped"] = _gathered(engine)
@@ -326,3 +327,15 @@ def test_a_step_in_place_is_not_seen_before_its_verdict(precision: str, form: di
         for one, other in (("before", "amid"), ("stepped", "skipped"), ("written", "apart")):
             assert all(torch.equal(a, b) for a, b in zip(values[one], values[other], strict=True))
         assert not torch.equal(values["before"][0], values["stepped"][0])
+
+
+def test_a_rank_alone_on_a_cpu_computes_with_the_partitions_which_no_step_writes_early() -> None:
+    alone = Ranks(1)
+    try:
+        (expected, digests, _), (found, others, _) = (
+            alone.run(use_in_place, options, zero, "bf16")[0] for options, zero in ((WAITING, {}), (EAGER, OFFLOADED))
+        )
+    finally:
+        alone.close()
+    assert digests == others
+    assert all(torch.equal(a, b) for name in expected for a, b in zip(expected[name], found[name], strict=True))
