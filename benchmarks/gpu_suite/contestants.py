@@ -278,15 +278,25 @@ class DeepSpeed(Plain):
     """Trains on one rank in bf16, with AdamW on the CPU, as its documentation configures ZeRO-Offload (``stage`` 2, 3)
     and SuperOffload (``superoffload``, stage 3). ``clipping`` 0 is none."""
 
+    device = "cpu"
+
     def __init__(
-        self, model: Transformer, row: TrainRow, *, stage: int, clipping: float, superoffload: bool = False
+        self,
+        model: Transformer,
+        row: TrainRow,
+        *,
+        stage: int,
+        clipping: float,
+        superoffload: bool = False,
+        offload_param: bool = False,
     ) -> None:
         super().__init__(model, row)
         prepare_deepspeed(row.device)
         import deepspeed
 
         deepspeed.init_distributed("nccl" if row.device.startswith("cuda") else "gloo")
-        offload: dict[str, Any] = {"device": "cpu", "pin_memory": row.device.startswith("cuda")}
+        pin = row.device.startswith("cuda")
+        offload: dict[str, Any] = {"device": self.device, "pin_memory": pin}
         config = {
             "train_micro_batch_size_per_gpu": row.batch,
             "gradient_accumulation_steps": row.micro_batches,
@@ -299,6 +309,7 @@ class DeepSpeed(Plain):
                 "contiguous_gradients": True,
                 # Several sub-groups: with one, nothing could be stepped before backward has ended.
                 **({"sub_group_size": 100_000_000} if stage == 3 else {}),
+                **({"offload_param": {"device": "cpu", "pin_memory": pin}} if offload_param else {}),
             },
             "optimizer": {"type": "AdamW", "params": {**HYPER, "betas": list(BETAS)}},
             "steps_per_print": 10**9,
@@ -319,6 +330,28 @@ class DeepSpeed(Plain):
 
     def close(self) -> None:
         self.engine.destroy()
+
+
+class OursUnderDeepSpeed(DeepSpeed):
+    """Trains by our adapter in the same configuration; nothing else of it differs from DeepSpeed's."""
+
+    device = "superoffload"
+
+    def __init__(self, model: Transformer, row: TrainRow, **options: Any) -> None:
+        prepare_deepspeed(row.device)
+        from superoffload.integrations.deepspeed import enable
+
+        enable()
+        super().__init__(model, row, **options)
+
+    def settle(self) -> None:
+        self.engine.optimizer.synchronize()
+
+    def counters(self) -> dict[str, float]:
+        return dict(self.engine.optimizer.stats())
+
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts(), "stats": self.engine.optimizer.stats()}
 
 
 class Loss(torch.nn.Module):
@@ -349,6 +382,12 @@ def ours(text: str, **setting: Any) -> Entry:
     return Entry("ours", text, lambda model, row: Ours(model, row, Setting(**setting)), needs_gpu=needs_gpu)
 
 
+def ours_under_deepspeed(text: str, **options: Any) -> Entry:
+    """Only stage 2 is tried without a GPU: DeepSpeed takes long to load."""
+    make = partial(OursUnderDeepSpeed, clipping=NEVER_CLIPS, **options)
+    return Entry("ours", f"{text}, {_NO_CLIPPING}", make, "deepspeed", needs_gpu=options["stage"] == 3)
+
+
 def deepspeed_entry(text: str, **options: Any) -> Entry:
     return Entry("peer", text, partial(DeepSpeed, **options), "deepspeed", needs_gpu="superoffload" in options)
 
@@ -361,6 +400,8 @@ SUPEROFFLOAD, TORCHAO = "DeepSpeed SuperOffload", "torchao CPUOffloadOptimizer"
 ZERO_OFFLOAD = "DeepSpeed ZeRO-Offload"
 FSDP2_OFFLOAD, FSDP2_ON_DEVICE = "FSDP2 CPU offload", "FSDP2, all on the device"
 OURS_FSDP2 = "ours, FSDP2"
+OURS_ZERO2, OURS_ZERO3 = "ours, DeepSpeed ZeRO-2", "ours, DeepSpeed ZeRO-3"
+OURS_ZERO3_OFFLOADED = "ours, DeepSpeed ZeRO-3, parameters offloaded"
 THREADS = (8, 12, 14, 16)
 _LEAN: dict[str, Any] = {"state_dtype": "bf16", "master_dtype": "split"}
 _NO_CLIPPING = "clipping on, never triggered"
@@ -384,6 +425,9 @@ CONTESTANTS: dict[str, Entry] = {
     "ours, 8-bit state, split masters": ours('state_dtype="8bit"', state_dtype="8bit", master_dtype="split"),
     "ours, traced": ours("trace=: writes timeline.json.gz", traced=True),
     OURS_FSDP2: Entry("ours", "fully_shard", OursSharded),
+    OURS_ZERO2: ours_under_deepspeed("stage 2", stage=2),
+    OURS_ZERO3: ours_under_deepspeed("stage 3", stage=3),
+    OURS_ZERO3_OFFLOADED: ours_under_deepspeed("stage 3 with offload_param", stage=3, offload_param=True),
     SUPEROFFLOAD: deepspeed_entry("gradient_clipping off", stage=3, clipping=0.0, superoffload=True),
     TORCHAO: Entry("peer", "no clipping, bf16 state", TorchAo, "torchao", needs_gpu=True),
     "DeepSpeed SuperOffload, clipping": deepspeed_entry(

@@ -27,6 +27,8 @@ from benchmarks.gpu_suite.contestants import (
     OURS_CLIPPED,
     OURS_FSDP2,
     OURS_LEAN,
+    OURS_ZERO2,
+    OURS_ZERO3,
     SUPEROFFLOAD,
     THREADS,
     TORCHAO,
@@ -113,7 +115,7 @@ def _second(plan: Plan) -> Iterator[Job]:
     yield _tests(plan)
     yield from (_race(plan, *variant) for variant in RACES[:2])
     yield from _machine_jobs(plan)
-    yield from _train_jobs(plan, (ALL_ON_DEVICE, OURS, *_PEERS), tokens[:1])
+    yield from _train_jobs(plan, (ALL_ON_DEVICE, OURS, OURS_ZERO2, OURS_ZERO3, *_PEERS), tokens[:1])
     yield from _train_jobs(plan, (SUPEROFFLOAD, TORCHAO, ZERO_OFFLOAD), tokens[1:])
 
 
