@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -260,6 +261,11 @@ def test_a_written_parameter_is_not_reverted(form: dict[str, Any], two_ranks: Ra
 
 # ---- parameters in host memory ("offload_param"), which a speculated step writes where they are ----------------------
 
+gathers_before_step = pytest.mark.skipif(
+    find_spec("deepspeed") is not None and version("deepspeed").startswith("0.18."),
+    reason="needs DeepSpeed 0.19: older ones cannot gather a first layer's parameters between backward and step()",
+)
+
 
 def use_in_place(
     options: dict[str, Any], zero: dict[str, Any], precision: str
@@ -300,6 +306,7 @@ def use_in_place(
     return found
 
 
+@gathers_before_step
 @pytest.mark.parametrize(
     ("precision", "form"),
     [
@@ -329,6 +336,7 @@ def test_a_step_in_place_is_not_seen_before_its_verdict(precision: str, form: di
         assert not torch.equal(values["before"][0], values["stepped"][0])
 
 
+@gathers_before_step
 def test_a_rank_alone_on_a_cpu_computes_with_the_partitions_which_no_step_writes_early() -> None:
     alone = Ranks(1)
     try:
