@@ -22,7 +22,7 @@ BUDGET = {
     "links": (1887, 12),
     "distributed": (1886, 6),
     "checkpoints": (1698, 6),
-    "integrations": (4689, 24),
+    "integrations": (4684, 24),
     "host": (925, 9),
     "tools": (1439, 9),
 }

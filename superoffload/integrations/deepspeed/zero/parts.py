@@ -269,6 +269,18 @@ class Speculative:
         """Returns SHA-256 of this rank's masters, moments and published partitions, as after the last finished step."""
         return self.parts.saved_state.digests()
 
+    def _restore_from_bit16_weights(self) -> None:
+        stock: Any = super()
+        self.synchronize()
+        with self.parts.saved_state.writing_masters():
+            stock._restore_from_bit16_weights()
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Moves the last finished step's states; gradients are in host memory anyway."""
+        stock: Any = super()
+        self.synchronize()
+        stock.offload_states(*args, **kwargs)
+
     def __iter__(self) -> Iterator[Any]:
         """Refuses iteration, which torch.distributed.checkpoint tries on other objects than torch.optim.Optimizer."""
         raise StateError("DeepSpeed's optimizer is no torch.optim.Optimizer; use engine.save_checkpoint()")

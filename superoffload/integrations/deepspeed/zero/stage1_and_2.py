@@ -322,9 +322,7 @@ class SpeculativeStage1And2(Speculative, deepspeed.DeepSpeedZeroOptimizer):
     # ---- saved state ----------------------------------------------------------------------------------------------
 
     def _restore_from_bit16_weights(self) -> None:
-        self.synchronize()
-        with self.parts.saved_state.writing_masters():
-            super()._restore_from_bit16_weights()
+        super()._restore_from_bit16_weights()
         self.writes.remember()
 
     @torch.no_grad()
@@ -335,11 +333,6 @@ class SpeculativeStage1And2(Speculative, deepspeed.DeepSpeedZeroOptimizer):
             shard = partition.shard
             shard.target().copy_(shard.master if shard.upper is None else shard.upper.read())
         self._exchange_parts()
-
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Moves the last finished step's states; gradients are in host memory anyway."""
-        self.synchronize()
-        super().offload_states(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns DeepSpeed's layout, as after the last finished step, also between backward and ``step()``."""

@@ -243,19 +243,9 @@ class SpeculativeStage3(Speculative, DeepSpeedZeroOptimizer_Stage3):
         if param.requires_grad:
             self.parts.saved_state.write_part(param, optim_state_key, value)
 
-    def _restore_from_bit16_weights(self) -> None:
-        self.synchronize()
-        with self.parts.saved_state.writing_masters():
-            super()._restore_from_bit16_weights()
-
     def checkpoint_event_prologue(self) -> None:
         self.synchronize()
         super().checkpoint_event_prologue()
-
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Moves the last finished step's states; gradients are in host memory anyway."""
-        self.synchronize()
-        super().offload_states(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns DeepSpeed's layout, as after the last finished step, also between backward and ``step()``."""
